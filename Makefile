@@ -1,0 +1,63 @@
+# `make train` and `make test` are each all that a fresh machine needs: git, make, a C++ compiler, Python 3.11 or newer with
+# venv. PYTHON=/some/python uses that interpreter as it is, without an environment of our own and without pip.
+
+SHELL := /bin/bash
+PYTHON3 ?= python3
+BACKEND ?= auto
+ARGS ?=
+
+ifdef PYTHON
+  PY := $(PYTHON)
+  READY :=
+else
+  PY := .venv/bin/python
+  READY := .venv/ready
+endif
+
+# Installed beside the interpreter; on PATH where PYTHON is a bare name.
+CLANG_FORMAT := $(if $(findstring /,$(PY)),$(dir $(PY)))clang-format
+CXX_FILES := $(wildcard torch-ext/*.cpp torch-ext/*.h tdt_loss_*/*.cpp tdt_loss_*/*.h tdt_loss_*/*.cu tdt_loss_*/*.cuh)
+
+# get_kernel("kernels-community/tdt-loss") resolves to this tree.
+export LOCAL_KERNELS := kernels-community/tdt-loss=$(CURDIR)
+
+.DEFAULT_GOAL := help
+.PHONY: help build train test test-kernels-ci lint format abi clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo "Variables: ARGS=... (for train and test), BACKEND=auto|cpu|cuda|all, PYTHON=... (use it as it is), PYTHON3=... (for .venv)"
+
+build: $(READY)  ## build the kernel for this machine into build/; only what changed is compiled
+	$(PY) tools/build_kernel.py --backend $(BACKEND)
+
+train: build  ## train a small Parakeet-TDT on five recordings and read them back
+	$(PY) examples/train_parakeet.py $(ARGS)
+
+test: build  ## run the whole suite
+	$(PY) -m pytest $(ARGS)
+
+test-kernels-ci: build  ## run the quick subset that checks a build
+	$(PY) -m pytest -m kernels_ci $(ARGS)
+
+lint: $(READY)  ## check format and style of C++, CUDA and Python
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(CLANG_FORMAT) --dry-run -Werror $(CXX_FILES)
+
+format: $(READY)  ## format C++, CUDA and Python in place
+	$(PY) -m ruff check --fix --exit-zero --quiet .
+	$(PY) -m ruff format .
+	$(CLANG_FORMAT) -i $(CXX_FILES)
+
+abi: build  ## check that the built libraries keep to Python's stable ABI
+	$(PY) tools/check_abi.py
+
+clean:  ## remove what was built; the environment in .venv stays
+	rm -rf build .build
+
+.venv/ready: requirements.txt requirements-dev.txt
+	@echo "Installing what $^ name into .venv; the first time takes minutes."
+	@$(PYTHON3) -m venv .venv
+	@.venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check -r requirements-dev.txt
+	@touch $@

@@ -1,0 +1,203 @@
+"""Train a small Parakeet-TDT from scratch on five recordings, with the TDT loss of this package.
+
+    make train                                        (builds the kernel first), or
+    LOCAL_KERNELS="kernels-community/tdt-loss=$PWD" python examples/train_parakeet.py --seed 1
+
+Features and model are transformers' own; the loss is the kernel that `kernels.get_kernel` resolves, and there is no
+other: a kernel that does not load ends the run. The trained model then writes down what it hears with `model.generate`.
+The exit status is 0 when it hears every word right. This is a check that the loss trains, not a recipe for speech
+recognition: five sentences are learnt by heart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import wave
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import jiwer
+import matplotlib
+import numpy as np
+import torch
+from kernels import get_kernel
+from tqdm import tqdm
+from transformers import ParakeetEncoderConfig, ParakeetFeatureExtractor, ParakeetForTDT, ParakeetTDTConfig
+
+REPO_ID = "kernels-community/tdt-loss"
+VERSION = 1
+HERE = Path(__file__).resolve().parent
+SAMPLING_RATE = 16_000  # Hz
+PAD = 0  # label padding; characters follow, and the blank comes last, as in the released Parakeet models
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """One token per character: ids are 0 for padding, 1 to n for the characters, n + 1 for the blank."""
+
+    characters: str
+
+    @classmethod
+    def of(cls, texts: list[str]) -> Vocabulary:
+        """The characters that occur in `texts`, sorted."""
+        return cls("".join(sorted(set("".join(texts)))))
+
+    @property
+    def blank(self) -> int:
+        return len(self.characters) + 1
+
+    @property
+    def size(self) -> int:
+        return len(self.characters) + 2
+
+    def encode(self, text: str) -> list[int]:
+        return [self.characters.index(character) + 1 for character in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.characters[i - 1] for i in ids if i not in (PAD, self.blank))
+
+
+def load_speech(folder: Path) -> tuple[list[np.ndarray], list[str]]:
+    """The recordings that `transcripts.tsv` names, as float32 in [-1, 1), and what is said in each."""
+    waveforms, texts = [], []
+    for line in (folder / "transcripts.tsv").read_text(encoding="utf-8").splitlines():
+        name, text = line.split("\t")
+        with wave.open(str(folder / name), "rb") as file:
+            if (file.getframerate(), file.getnchannels(), file.getsampwidth()) != (SAMPLING_RATE, 1, 2):
+                raise ValueError(f"{name} must be 16 kHz, mono, 16 bit; got {file.getparams()}")
+            samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
+        waveforms.append(samples.astype(np.float32) / 32768)
+        texts.append(text)
+    return waveforms, texts
+
+
+def make_batch(
+    waveforms: list[np.ndarray], texts: list[str], vocabulary: Vocabulary, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """What `ParakeetForTDT.forward` takes in training.
+
+    Returns:
+        `input_features` (B, frames, 80) and their `attention_mask` (B, frames); `labels` (B, U), padded with `PAD`;
+        `decoder_input_ids` (B, U + 1): the labels behind a blank, which stands for the start of the sentence.
+    """
+    extractor = ParakeetFeatureExtractor(sampling_rate=SAMPLING_RATE)
+    features = extractor(waveforms, sampling_rate=SAMPLING_RATE, return_tensors="pt")
+    tokens = [torch.tensor(vocabulary.encode(text)) for text in texts]
+    labels = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=PAD)
+    batch = {
+        "input_features": features["input_features"],
+        "attention_mask": features["attention_mask"],
+        "labels": labels,
+        "decoder_input_ids": torch.nn.functional.pad(labels, (1, 0), value=vocabulary.blank),
+    }
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def build_model(vocabulary: Vocabulary, durations: tuple[int, ...] = (0, 1, 2, 3, 4)) -> ParakeetForTDT:
+    """A Parakeet-TDT of about 2.3 million parameters with random weights and without dropout."""
+    encoder = ParakeetEncoderConfig(
+        hidden_size=144,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=576,
+        subsampling_conv_channels=64,
+        dropout=0.0,
+        layerdrop=0.0,
+        activation_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    config = ParakeetTDTConfig(
+        vocab_size=vocabulary.size,
+        decoder_hidden_size=128,
+        num_decoder_layers=1,
+        durations=list(durations),
+        encoder_config=encoder,
+        pad_token_id=PAD,
+        blank_token_id=vocabulary.blank,
+        decoder_start_token_id=vocabulary.blank,
+    )
+    model = ParakeetForTDT(config)
+    # The joint network's last columns are durations; `generate` takes its argmax over all of them.
+    model.generation_config.suppress_tokens = list(range(vocabulary.size, vocabulary.size + len(durations)))
+    return model
+
+
+def kernel_loss(kernel: ModuleType) -> Callable[..., torch.Tensor]:
+    """`kernel.tdt_loss` under the argument names with which `ParakeetForTDT.forward` calls its `loss_function`."""
+
+    def loss_function(
+        token_logits: torch.Tensor,  # (B, T, U + 1, V)
+        duration_logits: torch.Tensor,  # (B, T, U + 1, D)
+        labels: torch.Tensor,  # (B, U)
+        logit_lengths: torch.Tensor,  # (B,)
+        label_lengths: torch.Tensor,  # (B,)
+        blank_token_id: int,
+        durations: list[int],
+        sigma: float = 0.0,
+        reduction: str = "mean",
+        **kwargs: object,
+    ) -> torch.Tensor:
+        return kernel.tdt_loss(
+            token_logits,
+            duration_logits,
+            labels,
+            logit_lengths,
+            label_lengths,
+            blank_token_id,
+            durations,
+            sigma,
+            reduction,
+        )
+
+    return loss_function
+
+
+def train(
+    model: ParakeetForTDT,
+    batch: dict[str, torch.Tensor],
+    steps: int,
+    target_loss: float = 0.0,
+    learning_rate: float = 2e-3,
+    progress: bool = True,
+) -> list[float]:
+    """Train on one batch until the loss falls below `target_loss`, for at most `steps` steps.
+
+    AdamW, the learning rate warmed up over 10 steps, gradients clipped to a norm of 1.
+
+    Returns:
+        The loss of every step, in nats per label (`reduction="mean"`).
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    losses: list[float] = []
+    model.train()
+    with tqdm(total=steps, desc="training", unit="step", disable=not progress) as bar:
+        while len(losses) < steps and (not losses or losses[-1] >= target_loss):
+            loss = model(**batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+            bar.update()
+            bar.set_postfix(loss=f"{losses[-1]:.4f}")
+    return losses
+
+
+def transcribe(model: ParakeetForTDT, batch: dict[str, torch.Tensor], vocabulary: Vocabulary) -> list[str]:
+    """What the model hears in each recording: greedy decoding with `model.generate`.
+
+    One recording at a time: in a batch, the sentences that are over would go on until the longest is.
+    """
+    model.eval()
+    heard = []
+    for features, mask in zip(batch["input_features"], batch["attention_mask"]):
+        inputs = features[mask][None]
+        output = model.generate(input_features=inputs, attention_mask=torch.ones_like(inputs[..., 0], dtype=torch.bool))
+        heard.append(vocabulary.decode(output.sequences[0].tolist()))
+    return heard

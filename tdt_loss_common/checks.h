@@ -1,0 +1,172 @@
+// Argument checks of the ops and the way from tensors to the plain structs of problem.h: host code of both backends.
+//
+// The Python API has raised ValueError or TypeError long before; these checks keep a direct call of an op from reading
+// out of bounds. Values on a device are never read here.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "problem.h"
+
+namespace tdt {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using DurationList = std::vector<int64_t>;
+
+inline Durations durations_of(const DurationList& durations) {
+  STD_TORCH_CHECK(durations.size() <= kMaxDurations, "durations: at most ", kMaxDurations, " are supported, got ",
+                  durations.size());
+  Durations out{static_cast<int>(durations.size()), {}};
+  for (size_t i = 0; i < durations.size(); ++i) {
+    STD_TORCH_CHECK(durations[i] >= 0, "durations must not be negative, got ", durations[i]);
+    // A duration beyond every frame never lands, whatever its exact value.
+    out.d[i] = static_cast<int>(std::min<int64_t>(durations[i], std::numeric_limits<int>::max() / 2));
+  }
+  return out;
+}
+
+inline IndexView index_view(const Tensor& t, int64_t dims, const char* name) {
+  const ScalarType type = t.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Long || type == ScalarType::Int, name, " must be int32 or int64");
+  STD_TORCH_CHECK(t.dim() == dims, name, " must have ", dims, " dimension(s), got ", t.dim());
+  return {t.const_data_ptr(), type == ScalarType::Long, t.stride(0), dims == 2 ? t.stride(1) : 0};
+}
+
+// The batch of logits (B, T, U1, ...) with `V` tokens and `D` durations.
+inline Batch batch_of(const Tensor& logits, const Tensor& targets, const Tensor& logit_lengths,
+                      const Tensor& target_lengths, int64_t V, int64_t D) {
+  STD_TORCH_CHECK(logits.dim() == 4, "logits must have 4 dimensions (B, T, U+1, V), got ", logits.dim());
+  constexpr int64_t kMax = std::numeric_limits<int>::max();
+  STD_TORCH_CHECK(logits.size(0) * logits.size(1) * logits.size(2) <= kMax && V <= kMax,
+                  "more than 2^31 - 1 nodes or tokens");
+  const int64_t B = logits.size(0);
+  STD_TORCH_CHECK(targets.size(0) == B && logit_lengths.size(0) == B && target_lengths.size(0) == B,
+                  "targets, logit_lengths and target_lengths must have the batch size of the logits, ", B);
+  STD_TORCH_CHECK(targets.dim() == 2 && targets.size(1) + 1 >= logits.size(2),
+                  "targets must have a column for each label position");
+  for (const Tensor* t : {&targets, &logit_lengths, &target_lengths}) {
+    STD_TORCH_CHECK(t->device() == logits.device(), "targets and lengths must be on the device of the logits");
+  }
+  return {static_cast<int>(B),
+          static_cast<int>(logits.size(1)),
+          static_cast<int>(logits.size(2)),
+          static_cast<int>(V),
+          static_cast<int>(D),
+          index_view(targets, 2, "targets"),
+          index_view(logit_lengths, 1, "logit_lengths"),
+          index_view(target_lengths, 1, "target_lengths")};
+}
+
+// Tokens of a logits tensor: all columns, or for joint logits all but the last D.
+inline int64_t vocab_of(const Tensor& logits, const OptionalTensor& duration_logits, int64_t D) {
+  STD_TORCH_CHECK(logits.dim() == 4, "logits must have 4 dimensions (B, T, U+1, V), got ", logits.dim());
+  const int64_t V = logits.size(3) - (duration_logits.has_value() ? 0 : D);
+  STD_TORCH_CHECK(V > 0, "logits have ", logits.size(3), " columns: no token is left beside ", D, " durations");
+  return V;
+}
+
+inline void check_logits(const Tensor& logits, const OptionalTensor& duration_logits, int64_t D, int64_t V,
+                         int64_t blank) {
+  STD_TORCH_CHECK(logits.stride(3) == 1 || logits.size(3) == 1, "logits must be contiguous in their last dimension");
+  STD_TORCH_CHECK(blank >= 0 && blank < V, "blank must be in [0, ", V, "), got ", blank);
+  if (!duration_logits) return;
+  const Tensor& z = *duration_logits;
+  STD_TORCH_CHECK(z.dim() == 4 && z.size(0) == logits.size(0) && z.size(1) == logits.size(1) &&
+                      z.size(2) == logits.size(2) && z.size(3) == D,
+                  "duration_logits must have the shape of the logits with ", D, " columns");
+  STD_TORCH_CHECK(z.scalar_type() == logits.scalar_type() && z.device() == logits.device(),
+                  "duration_logits must have the dtype and device of the logits");
+  STD_TORCH_CHECK(z.stride(3) == 1 || D == 1, "duration_logits must be contiguous in their last dimension");
+}
+
+// Log-probabilities are float32, and float64 for float64 logits.
+inline ScalarType accumulate_type(ScalarType logits) {
+  return logits == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// What the forward saved, against the logits it was saved for.
+inline void check_saved(const Batch& batch, const Tensor& logits, const Tensor& grad_losses, const Tensor& node_lp,
+                        const Tensor& ll, const Tensor& alpha_beta) {
+  const ScalarType type = accumulate_type(logits.scalar_type());
+  STD_TORCH_CHECK(grad_losses.scalar_type() == type && grad_losses.numel() == batch.B && grad_losses.is_contiguous(),
+                  "grad_losses must be a contiguous tensor of ", batch.B, " numbers of the dtype of the losses");
+  STD_TORCH_CHECK(node_lp.scalar_type() == type && node_lp.numel() == batch.nodes() * record_size(batch.D) &&
+                      node_lp.is_contiguous(),
+                  "node_lp does not belong to these logits");
+  STD_TORCH_CHECK(ll.scalar_type() == ScalarType::Double && ll.numel() == batch.B,
+                  "ll does not belong to these logits");
+  STD_TORCH_CHECK(alpha_beta.scalar_type() == ScalarType::Double && alpha_beta.numel() == 2 * batch.nodes() &&
+                      alpha_beta.is_contiguous(),
+                  "alpha_beta does not belong to these logits; was the forward run with need_grad?");
+  for (const Tensor* t : {&grad_losses, &node_lp, &ll, &alpha_beta}) {
+    STD_TORCH_CHECK(t->device() == logits.device(), "all tensors must be on the device of the logits");
+  }
+}
+
+inline Tensor empty_on(const Tensor& like, std::vector<int64_t> size, ScalarType type) {
+  return torch::stable::new_empty(like, size, type);
+}
+inline Tensor zeros_on(const Tensor& like, std::vector<int64_t> size, ScalarType type) {
+  return torch::stable::new_zeros(like, size, type);
+}
+
+template <typename S>
+Rows<S> rows_of(const Tensor& t, int64_t column = 0) {
+  return {static_cast<S*>(t.data_ptr()) + column, t.stride(0), t.stride(1), t.stride(2)};
+}
+
+// Token and duration rows: two tensors, or the two column ranges of a joint one.
+template <typename S>
+struct LogitRows {
+  Rows<S> tokens, durations;
+};
+
+template <typename S>
+LogitRows<S> logit_rows(const Tensor& logits, const OptionalTensor& duration_logits, int64_t V) {
+  return {rows_of<S>(logits), duration_logits ? rows_of<S>(*duration_logits) : rows_of<S>(logits, V)};
+}
+
+// Calls f with a zero of the C++ type of the logits.
+template <typename F>
+void dispatch_logits(ScalarType type, F&& f) {
+  switch (type) {
+    case ScalarType::Float:
+      return f(float{});
+    case ScalarType::Double:
+      return f(double{});
+    case ScalarType::Half:
+      return f(Half{});
+    case ScalarType::BFloat16:
+      return f(BFloat16{});
+    default:
+      STD_TORCH_CHECK(false, "logits must be float32, float64, float16 or bfloat16");
+  }
+}
+
+template <typename S>
+struct AccumulateType {
+  using type = float;
+};
+template <>
+struct AccumulateType<double> {
+  using type = double;
+};
+template <typename S>
+using accumulate_t = typename AccumulateType<S>::type;
+
+}  // namespace tdt

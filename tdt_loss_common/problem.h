@@ -1,0 +1,90 @@
+// The problem as kernels see it: plain structs, passed by value to the CPU loops and to the CUDA kernels alike.
+//
+// Names of sizes: B samples; max_T frames and max_U1 = max(U) + 1 label positions of the tensors; T and U of one
+// sample.
+#pragma once
+
+#include <cstdint>
+
+#include "scaled.h"
+
+namespace tdt {
+
+constexpr int kMaxDurations = 64;
+
+// The set {d_0 ... d_{D-1}}, by value: no device memory, so that a call can be captured in a CUDA graph.
+struct Durations {
+  int n;
+  int d[kMaxDurations];
+};
+
+// A vector or matrix of int32 or int64, of any strides, read as int64 so that no value is cut before it is checked.
+struct IndexView {
+  const void* data;
+  bool wide;
+  int64_t row_stride, stride;
+
+  TDT_HD int64_t at(int64_t row, int64_t i = 0) const {
+    const int64_t offset = row * row_stride + i * stride;
+    return wide ? static_cast<const int64_t*>(data)[offset] : static_cast<const int32_t*>(data)[offset];
+  }
+};
+
+struct Extent {
+  int T, U;
+  bool ok;  // lengths inside the tensor; otherwise T = U = 0 and no node is valid
+
+  TDT_HD bool has(int t, int u) const { return ok && t < T && u <= U; }
+};
+
+struct Batch {
+  int B, max_T, max_U1, V, D;
+  IndexView targets;         // (B, >= max_U1 - 1)
+  IndexView logit_lengths;   // (B,)
+  IndexView target_lengths;  // (B,)
+
+  TDT_HD int64_t nodes() const { return static_cast<int64_t>(B) * max_T * max_U1; }
+  TDT_HD int64_t node(int b, int t, int u) const { return (static_cast<int64_t>(b) * max_T + t) * max_U1 + u; }
+
+  TDT_HD Extent extent(int b) const {
+    const int64_t T = logit_lengths.at(b), U = target_lengths.at(b);
+    if (T < 0 || T > max_T || U < 0 || U >= max_U1) return {0, 0, false};
+    return {static_cast<int>(T), static_cast<int>(U), true};
+  }
+
+  // y_{u+1} of eq. 2, or -1 where it is not a token.
+  TDT_HD int label(int b, int u) const {
+    const int64_t y = targets.at(b, u);
+    return y >= 0 && y < V ? static_cast<int>(y) : -1;
+  }
+};
+
+// The rows of a (B, T, U1, n) tensor whose last dimension is contiguous. Strides in elements.
+template <typename S>
+struct Rows {
+  S* data;
+  int64_t stride_b, stride_t, stride_u;
+
+  TDT_HD S* row(int b, int t, int u) const { return data + b * stride_b + t * stride_t + u * stride_u; }
+};
+
+// One record per node: lse(x), eq. 1, eq. 2, then eq. 3 for each duration. Padded so that a record is a multiple of 16
+// bytes; for five durations in float32 it is one 32-byte sector, which a lattice thread and a gradient row each read
+// whole.
+enum RecordField { kLse = 0, kBlankLp = 1, kLabelLp = 2, kDurLp = 3 };
+
+TDT_HD int record_size(int D) { return (kDurLp + D + 3) / 4 * 4; }
+
+// What ll (B,) holds beside log-likelihoods: a malformed sample (a length outside the tensor, a label outside [0, V))
+// has loss NaN and gradient 0. -inf says that there is no alignment (loss +inf, gradient 0), NaN that a logit was NaN
+// or +inf.
+constexpr double kMalformed = INFINITY;
+
+// eq. 6, with the marks of ll translated.
+TDT_HD double loss_of(double ll, bool zero_infinity) {
+  if (ll == kMalformed) return NAN;
+  if (ll == -INFINITY) return zero_infinity ? 0.0 : INFINITY;
+  return ll == 0.0 ? 0.0 : -ll;
+}
+
+}  // namespace tdt

@@ -1,0 +1,112 @@
+// A non-negative number m * 2^e with its own exponent: what the recursions of eq. 4 and 5 carry instead of a logarithm.
+//
+// A product of thousands of probabilities underflows a double, so transducer lattices are usually kept as logarithms,
+// and each step then pays an exp per arc and a log per node and rounds the running sum to its own magnitude. With the
+// exponent kept apart, an arc is one multiplication and one addition, both exact to 2^-53, whatever the length of the
+// path.
+//
+// Ranges: a weight is at least exp(kMinLogWeight), a node has e >= kMinNodeExp; anything smaller counts as zero. Zero
+// is m = 0 with e = kZeroExp, below every exponent that a non-zero product of a node and two weights can have, so that
+// max() over exponents never picks a zero. NaN lives in m and survives every operation, multiplication by zero
+// included. No sum overflows an int.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#define TDT_HD __host__ __device__ __forceinline__
+#else
+#define TDT_HD inline
+#endif
+
+namespace tdt {
+
+constexpr int kZeroExp = -(1 << 29);
+constexpr int kMinNodeExp = -(1 << 28);  // 1.9e8 nats
+constexpr double kMinLogWeight =
+    -2.9e6;  // nats: the exponent fits 2^22, what the rounding trick of scaled_exp can hold
+constexpr double kLog2e = 1.4426950408889634;
+constexpr double kLn2 = 0.6931471805599453;
+
+struct Scaled {
+  double m;
+  int e;
+};
+
+TDT_HD Scaled scaled_zero() { return {0.0, kZeroExp}; }
+TDT_HD Scaled scaled_one() { return {1.0, 0}; }
+
+TDT_HD int high_word(double x) {
+#ifdef __CUDA_ARCH__
+  return __double2hiint(x);
+#else
+  int64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return static_cast<int>(bits >> 32);
+#endif
+}
+
+TDT_HD double with_high_word(double x, int high) {
+#ifdef __CUDA_ARCH__
+  return __hiloint2double(high, __double2loint(x));
+#else
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits = (bits & 0xffffffffu) | (static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32);
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+#endif
+}
+
+// 2^x for x <= 0; below the normal range it is exactly 0, by an exponent field of 0.
+TDT_HD double pow2_or_zero(int x) { return with_high_word(0.0, ((x > -1023 ? x : -1023) + 1023) << 20); }
+
+TDT_HD Scaled operator*(Scaled a, Scaled b) { return {a.m * b.m, a.e + b.e}; }
+
+TDT_HD Scaled operator+(Scaled a, Scaled b) {
+  const int e = a.e > b.e ? a.e : b.e;
+  return {a.m * pow2_or_zero(a.e - e) + b.m * pow2_or_zero(b.e - e), e};
+}
+
+// m into [1, 2), so that mantissas never drift out of a double's range; zeros get their canonical exponent.
+TDT_HD Scaled normalized(Scaled a) {
+  const int high = high_word(a.m);
+  const int shift = (high >> 20) - 1023;  // the sign bit is 0, for NaN as well unless the input carried it
+  if (a.m != a.m) return {a.m, 0};
+  if (a.m == 0.0 || a.e + shift < kMinNodeExp) return scaled_zero();
+  return {with_high_word(a.m, high - (shift << 20)), a.e + shift};
+}
+
+// exp(x) of a log-probability x (natural logarithm). Below kMinLogWeight it counts as zero.
+TDT_HD Scaled scaled_exp(float x) {
+  constexpr float kLog2eF = static_cast<float>(kLog2e);
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
+  const float shifted = fmaf(x, kLog2eF, kRounder);
+  const float fraction = fmaf(x, kLog2eF, kRounder - shifted);
+#ifdef __CUDA_ARCH__
+  int e = __float_as_int(shifted) - __float_as_int(kRounder);
+  float m;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(m) : "f"(fraction));
+#else
+  int e = static_cast<int>(shifted - kRounder);
+  float m = std::exp2(fraction);
+#endif
+  if (!(x >= static_cast<float>(kMinLogWeight))) {
+    m = x != x ? x : 0.0f;
+    e = kZeroExp;
+  }
+  return {static_cast<double>(m), e};
+}
+
+TDT_HD Scaled scaled_exp(double x) {
+  if (!(x >= kMinLogWeight)) return {x != x ? x : 0.0, kZeroExp};
+  const double whole = rint(x * kLog2e);
+  return {exp2(fma(x, kLog2e, -whole)), static_cast<int>(whole)};
+}
+
+// Natural logarithm at full double precision: for the few values per sample that leave the lattice.
+TDT_HD double log_of(Scaled a) { return a.m == 0.0 ? -INFINITY : log(a.m) + a.e * kLn2; }
+
+}  // namespace tdt

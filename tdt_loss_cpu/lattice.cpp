@@ -1,0 +1,130 @@
+// The lattice on the CPU: alpha, beta and the log-likelihood, eq. 4-6 (equations: tdt_loss_cuda/lattice.cu).
+//
+// The twin of tdt_loss_cuda/lattice.cu. A task is one direction of one sample; numbers are Scaled (scaled.h), so a path
+// of any length is exact to double precision. alpha is pushed forward out of each node with the node's own weights,
+// beta gathered backward with them, so that a node's record is read once per direction.
+#include <cmath>
+#include <vector>
+
+#include "../tdt_loss_common/backend.h"
+
+namespace tdt {
+namespace {
+
+// The weights of the arcs that leave one node.
+struct Weights {
+  Scaled blank, label, duration[kMaxDurations];
+  bool nan;
+
+  template <typename Acc>
+  Weights(const Acc* record, int D) : blank(scaled_exp(record[kBlankLp])), label(scaled_exp(record[kLabelLp])) {
+    for (int i = 0; i < D; ++i) duration[i] = scaled_exp(record[kDurLp + i]);
+    nan = std::isnan(record[kBlankLp]) || (D > 0 && std::isnan(record[kDurLp]));
+  }
+};
+
+template <typename Acc>
+class Sample {
+ public:
+  Sample(const Batch& batch, const Durations& durations, const Acc* node_lp, int b)
+      : batch_(batch), durations_(durations), node_lp_(node_lp), b_(b), extent_(batch.extent(b)) {}
+
+  // eq. 4, pushed: when (t, u) is visited all that enters it has been added, since every arc raises t + u and leads to
+  // a later frame or, in the same frame, to the right.
+  void alpha(double* out) {
+    if (!well_formed()) return;
+    std::vector<Scaled> alpha(size(), scaled_zero());
+    if (!alpha.empty()) alpha[0] = scaled_one();
+    for (int t = 0; t < extent_.T; ++t) {
+      for (int u = 0; u <= extent_.U; ++u) {
+        const Scaled here = normalized(alpha[index(t, u)]);
+        out[batch_.node(b_, t, u)] = log_of(here);
+        if (here.m == 0.0) continue;
+        const Weights w = weights(t, u);
+        for (int i = 0; i < durations_.n; ++i) {
+          const int d = durations_.d[i];
+          if (d >= extent_.T - t) continue;  // lands outside
+          const Scaled pushed = here * w.duration[i];
+          if (d > 0) add(alpha[index(t + d, u)], pushed * w.blank);
+          if (u < extent_.U) add(alpha[index(t + d, u + 1)], pushed * w.label);
+        }
+      }
+    }
+  }
+
+  // eq. 5 and 6. Returns LL; `out` may be null.
+  double beta(double* out) {
+    if (!well_formed()) return kMalformed;
+    if (extent_.T == 0) return -INFINITY;
+    std::vector<Scaled> beta(size(), scaled_zero());
+    bool nan = false;
+    for (int t = extent_.T - 1; t >= 0; --t) {
+      for (int u = extent_.U; u >= 0; --u) {
+        const Weights w = weights(t, u);
+        nan = nan || w.nan;
+        Scaled sum = scaled_zero();
+        for (int i = 0; i < durations_.n; ++i) {
+          const int d = durations_.d[i], left = extent_.T - t;
+          Scaled onward = scaled_zero();
+          if (d > 0 && d < left) onward = w.blank * beta[index(t + d, u)];
+          if (d > 0 && d == left && u == extent_.U) onward = w.blank;  // the exit, beta = 1
+          if (u < extent_.U && d < left) onward = onward + w.label * beta[index(t + d, u + 1)];
+          sum = sum + w.duration[i] * onward;
+        }
+        const Scaled here = normalized(sum);
+        beta[index(t, u)] = here;
+        if (out) out[batch_.node(b_, t, u)] = log_of(here);
+      }
+    }
+    return nan ? NAN : log_of(beta[0]);
+  }
+
+ private:
+  bool well_formed() const {
+    for (int u = 0; u < extent_.U; ++u) {
+      if (batch_.label(b_, u) < 0) return false;
+    }
+    return extent_.ok;
+  }
+
+  size_t size() const { return static_cast<size_t>(extent_.T) * (extent_.U + 1); }
+  size_t index(int t, int u) const { return static_cast<size_t>(t) * (extent_.U + 1) + u; }
+  Weights weights(int t, int u) const {
+    return {node_lp_ + batch_.node(b_, t, u) * record_size(batch_.D), durations_.n};
+  }
+  static void add(Scaled& to, Scaled x) { to = to + x; }
+
+  const Batch& batch_;
+  const Durations& durations_;
+  const Acc* node_lp_;
+  const int b_;
+  const Extent extent_;
+};
+
+}  // namespace
+
+template <>
+template <typename Acc>
+void Cpu::lattice(const Tensor&, const Batch& batch, const Durations& durations, const Acc* node_lp,
+                  const LatticeOutput<Acc>& out) {
+  const int64_t directions = out.alpha ? 2 : 1;
+  torch::stable::parallel_for(0, batch.B * directions, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int b = static_cast<int>(task / directions);
+      Sample<Acc> sample(batch, durations, node_lp, b);
+      if (task % directions == 1) {
+        sample.alpha(out.alpha);
+      } else {
+        out.ll[b] = sample.beta(out.beta);
+        out.losses[b] = static_cast<Acc>(loss_of(out.ll[b], out.zero_infinity));
+      }
+    }
+  });
+}
+
+template void Cpu::lattice<float>(const Tensor&, const Batch&, const Durations&, const float*,
+                                  const LatticeOutput<float>&);
+template void Cpu::lattice<double>(const Tensor&, const Batch&, const Durations&, const double*,
+                                   const LatticeOutput<double>&);
+
+}  // namespace tdt

@@ -1,0 +1,108 @@
+// Row arithmetic of the CPU backend: log-sum-exp and softmax of one row, written so that the compiler vectorises it.
+//
+// float32 rows use exp_of below, a range reduction and a polynomial, because calls of std::exp are not vectorised
+// without value-changing compiler flags. 16-bit rows are converted to float32 first. float64 rows use std::exp:
+// correct, not fast.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+// GCC compiles these functions once per instruction set and picks one at load time; the sanitizers do not support that.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+#define TDT_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define TDT_SIMD
+#endif
+
+namespace tdt::cpu {
+
+constexpr int kLanes = 16;  // independent partial sums: one AVX-512 register of float32
+
+// exp(x) for x up to about 0, within 2 ulp; 0 below the normal float32 range, NaN for NaN.
+inline __attribute__((always_inline)) float exp_of(float x) {
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
+  const float n = (x * 1.44269504f + kRounder) - kRounder;
+  const float f = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first exact in few bits
+  float p = 1.98412698e-4f;                                     // Taylor of exp on [-ln2/2, ln2/2]: next term 5e-9
+  p = p * f + 1.38888889e-3f;
+  p = p * f + 8.33333333e-3f;
+  p = p * f + 4.16666667e-2f;
+  p = p * f + 1.66666667e-1f;
+  p = p * f + 0.5f;
+  p = p * f + 1.0f;
+  p = p * f + 1.0f;
+  // The clamp keeps the conversion to int defined; the select below has the last word there.
+  const float bounded = n > -126.0f ? (n < 126.0f ? n : 126.0f) : -126.0f;
+  const int32_t bits = (static_cast<int32_t>(bounded) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return x < -87.0f ? 0.0f : p * scale;
+}
+
+TDT_SIMD inline float row_max(const float* x, int n) {
+  float lane[kLanes];
+  std::fill(lane, lane + kLanes, -INFINITY);
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int k = 0; k < kLanes; ++k) lane[k] = x[i + k] > lane[k] ? x[i + k] : lane[k];
+  }
+  for (; i < n; ++i) lane[0] = std::max(lane[0], x[i]);
+  return *std::max_element(lane, lane + kLanes);
+}
+
+TDT_SIMD inline float row_sum_exp(const float* x, int n, float reference) {
+  float lane[kLanes] = {};
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int k = 0; k < kLanes; ++k) lane[k] += exp_of(x[i + k] - reference);
+  }
+  for (int k = 0; i < n; ++i, ++k) lane[k] += exp_of(x[i] - reference);
+  float sum = 0.0f;
+  for (float s : lane) sum += s;
+  return sum;
+}
+
+// out_v = exp(x_v - lse) * scale. In place (out == x) is allowed.
+TDT_SIMD inline void row_softmax(const float* x, float* out, int n, float lse, float scale) {
+  for (int i = 0; i < n; ++i) out[i] = exp_of(x[i] - lse) * scale;
+}
+
+inline double row_max(const double* x, int n) {
+  double m = -INFINITY;
+  for (int i = 0; i < n; ++i) m = std::max(m, x[i]);
+  return m;
+}
+
+inline double row_sum_exp(const double* x, int n, double reference) {
+  double sum = 0.0;
+  for (int i = 0; i < n; ++i) sum += std::exp(x[i] - reference);
+  return sum;
+}
+
+inline void row_softmax(const double* x, double* out, int n, double lse, double scale) {
+  for (int i = 0; i < n; ++i) out[i] = std::exp(x[i] - lse) * scale;
+}
+
+// NaN if an entry is NaN or +inf (inf - inf in the sum); -inf if all are -inf.
+template <typename Acc>
+Acc row_logsumexp(const Acc* x, int n) {
+  const Acc max = row_max(x, n);
+  const Acc reference = max == -INFINITY ? Acc(0) : max;
+  return reference + std::log(row_sum_exp(x, n, reference));
+}
+
+// The row itself where it has the accumulation type already, else its conversion in `buffer`.
+inline const float* widened(const float* x, int, std::vector<float>&) { return x; }
+inline const double* widened(const double* x, int, std::vector<double>&) { return x; }
+template <typename S>
+const float* widened(const S* x, int n, std::vector<float>& buffer) {
+  buffer.resize(n);
+  for (int i = 0; i < n; ++i) buffer[i] = static_cast<float>(x[i]);
+  return buffer.data();
+}
+
+}  // namespace tdt::cpu

@@ -1,0 +1,124 @@
+// Row access and row arithmetic on the device: 16-byte vectors over a row that starts anywhere, and a log-sum-exp that
+// threads of a row build together.
+//
+// A row of V + D logits is rarely a multiple of 16 bytes, so rows start at any element offset. A row is walked as a
+// head of single elements up to a 16-byte boundary, a body of vectors, and a tail of single elements.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "launch.cuh"
+
+namespace tdt::cuda {
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ double widen(double x) { return x; }
+__device__ __forceinline__ float widen(Half x) { return __half2float(__ushort_as_half(x.x)); }
+__device__ __forceinline__ float widen(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.x) << 16); }
+
+template <typename S>
+__device__ __forceinline__ S narrow(accumulate_t<S> x) {
+  if constexpr (std::is_same_v<S, Half>) return Half(__half_as_ushort(__float2half_rn(x)), Half::from_bits());
+  if constexpr (std::is_same_v<S, BFloat16>)
+    return BFloat16(__bfloat16_as_ushort(__float2bfloat16_rn(x)), BFloat16::from_bits());
+  if constexpr (std::is_same_v<S, accumulate_t<S>>) return x;
+}
+
+// 16 bytes of a row. Loads and stores bypass what caching they can: a row is touched once.
+template <typename S>
+struct Vector {
+  static constexpr int kSize = 16 / sizeof(S);
+  uint4 bits;
+
+  __device__ __forceinline__ static Vector load(const S* p) { return {__ldcs(reinterpret_cast<const uint4*>(p))}; }
+  __device__ __forceinline__ void store(S* p) const { __stcs(reinterpret_cast<uint4*>(p), bits); }
+
+  __device__ __forceinline__ void unpack(accumulate_t<S> (&x)[kSize]) const {
+    const S* s = reinterpret_cast<const S*>(&bits);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) x[j] = widen(s[j]);
+  }
+  __device__ __forceinline__ static Vector pack(const accumulate_t<S> (&x)[kSize]) {
+    Vector v;
+    S* s = reinterpret_cast<S*>(&v.bits);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) s[j] = narrow<S>(x[j]);
+    return v;
+  }
+};
+
+// Where the vectors of a row lie: elements [head, head + vectors * kSize).
+template <typename S>
+struct RowSplit {
+  int head, vectors, tail;  // tail: first element after the body
+
+  __device__ RowSplit(const S* row, int n) {
+    const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(S));
+    head = misaligned == 0 ? 0 : min(n, Vector<S>::kSize - misaligned);
+    vectors = (n - head) / Vector<S>::kSize;
+    tail = head + vectors * Vector<S>::kSize;
+  }
+};
+
+__device__ __forceinline__ float exp_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * static_cast<float>(kLog2e)));
+  return y;
+}
+__device__ __forceinline__ double exp_of(double x) { return exp(x); }
+
+template <typename Acc>
+__device__ __forceinline__ Acc negative_infinity() {
+  return -static_cast<Acc>(INFINITY);
+}
+
+// log(sum of exp) of what it has seen: sum * exp(max). NaN and +inf make the sum NaN.
+template <typename Acc>
+struct LogSumExp {
+  Acc max = negative_infinity<Acc>(), sum = 0;
+
+  // exp(x - max), with 0 for an empty or fully masked set instead of exp(-inf + inf)
+  __device__ __forceinline__ static Acc reference(Acc max) { return max == negative_infinity<Acc>() ? Acc(0) : max; }
+
+  template <int kSize>
+  __device__ __forceinline__ void add(const Acc (&x)[kSize]) {
+    Acc new_max = max;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) new_max = fmax(new_max, x[j]);
+    const Acc ref = reference(new_max);
+    Acc part[2] = {sum * exp_of(max - ref), Acc(0)};
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) part[j % 2] += exp_of(x[j] - ref);
+    sum = part[0] + part[1];
+    max = new_max;
+  }
+
+  __device__ __forceinline__ void merge(Acc other_max, Acc other_sum) {
+    const Acc new_max = fmax(max, other_max);
+    const Acc ref = reference(new_max);
+    sum = sum * exp_of(max - ref) + other_sum * exp_of(other_max - ref);
+    max = new_max;
+  }
+
+  // Every lane gets the bits of lane 0: a fused multiply-add makes merge(a, b) differ from merge(b, a) in the last one.
+  __device__ __forceinline__ void merge_warp() {
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+      merge(__shfl_down_sync(kFullMask, max, offset), __shfl_down_sync(kFullMask, sum, offset));
+    }
+    max = __shfl_sync(kFullMask, max, 0);
+    sum = __shfl_sync(kFullMask, sum, 0);
+  }
+
+  __device__ __forceinline__ Acc value() const { return reference(max) + log(sum); }
+};
+
+template <typename Acc>
+__device__ __forceinline__ Acc warp_sum(Acc x) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullMask, x, offset);
+  return x;
+}
+
+}  // namespace tdt::cuda

@@ -1,0 +1,273 @@
+"""What the whole suite shares: how the kernel is loaded, the devices, one `make_batch`, one table of tolerances.
+
+The kernel comes from `kernels.get_kernel` and nowhere else. Unless LOCAL_KERNELS says otherwise, that resolves to the build in this repository.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+os.environ.setdefault("LOCAL_KERNELS", f"kernels-community/tdt-loss={REPO}")  # read when kernels is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import hypothesis  # noqa: E402
+import oracle  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+# Derandomized: a test suite that guards a commit must give the same verdict twice.
+hypothesis.settings.register_profile("suite", derandomize=True, max_examples=25, deadline=None, database=None)
+hypothesis.settings.load_profile("suite")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "kernels_ci: the subset for a quick check of a build, under 60 s")
+    config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture(scope="session")
+def kernel():
+    from kernels import get_kernel
+
+    return get_kernel("kernels-community/tdt-loss", version=1)
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture(params=["separate", "joint"])
+def api(request):
+    """Token and duration logits as two tensors (tdt_loss), or as one (tdt_loss_joint)."""
+    return request.param
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest error against float64, from the same (rounded) logits.
+
+    `log_prob` and `grad` are times the largest logit of the batch (at least 1), because that is what the rounding of lse(x) scales with. `lattice` is
+    the relative error of alpha, beta and LL from given log-probabilities, and `loss` that of a loss; `rounding`, relative too, is the one rounding of
+    a gradient to the dtype of the logits. test_logprobs.py and test_loss.py measure plain torch beside it: in float32 it errs as much.
+    """
+
+    log_prob: float
+    lattice: float
+    loss: float
+    grad: float
+    rounding: float
+
+
+TOLERANCE = {
+    torch.float64: Tolerance(log_prob=1e-14, lattice=1e-13, loss=1e-13, grad=1e-13, rounding=0.0),
+    torch.float32: Tolerance(log_prob=1e-6, lattice=2e-7, loss=1e-6, grad=2e-6, rounding=0.0),
+    torch.bfloat16: Tolerance(log_prob=1e-6, lattice=2e-7, loss=1e-6, grad=2e-6, rounding=2**-8),
+    torch.float16: Tolerance(log_prob=1e-6, lattice=2e-7, loss=1e-6, grad=2e-6, rounding=2**-11),
+}
+DTYPES = list(TOLERANCE)
+
+
+@dataclass(frozen=True)
+class Batch:
+    token_logits: torch.Tensor  # (B, max_T, max_U1, V)
+    duration_logits: torch.Tensor  # (B, max_T, max_U1, D)
+    targets: torch.Tensor  # (B, max_U)
+    logit_lengths: torch.Tensor  # (B,)
+    target_lengths: torch.Tensor  # (B,)
+    blank: int
+    durations: tuple[int, ...]
+    sigma: float
+
+    replace = replace
+
+    @property
+    def lengths(self):
+        return self.targets, self.logit_lengths, self.target_lengths
+
+    @property
+    def rest(self):
+        """What follows the logits in both functions, up to sigma."""
+        return *self.lengths, self.blank, list(self.durations), self.sigma
+
+    @property
+    def args(self):
+        """The arguments of tdt_loss."""
+        return self.token_logits, self.duration_logits, *self.rest
+
+    @property
+    def joint_args(self):
+        """The arguments of tdt_loss_joint."""
+        return self.joint, *self.rest
+
+    def leaves(self):
+        """Copies of both logits that require grad."""
+        return self.token_logits.clone().requires_grad_(), self.duration_logits.clone().requires_grad_()
+
+    @cached_property
+    def joint(self):
+        return torch.cat([self.token_logits, self.duration_logits], dim=-1)
+
+    @cached_property
+    def valid(self):
+        """(B, max_T, max_U1) True at the nodes of the lattice, False in the padding."""
+        _, max_T, max_U1, _ = self.token_logits.shape
+        t = torch.arange(max_T)[None, :, None] < self.logit_lengths.cpu()[:, None, None]
+        u = torch.arange(max_U1)[None, None, :] <= self.target_lengths.cpu()[:, None, None]
+        return (t & u).to(self.token_logits.device)
+
+    @cached_property
+    def expected(self):
+        """Losses, gradients, alpha, beta and LL of the oracle."""
+        return oracle.tdt_loss(*self.args)
+
+    @cached_property
+    def expected_node_lp(self):
+        """(B, max_T, max_U1, R) float64: what the op log_probs computes, lse, blank_lp, label_lp, dur_lp; R is 3 + D, rounded up to 4."""
+        D = len(self.durations)
+        node_lp = torch.zeros(*self.token_logits.shape[:3], (3 + D + 3) // 4 * 4, dtype=torch.float64)
+        for b, (T, U) in enumerate(zip(self.logit_lengths.tolist(), self.target_lengths.tolist())):
+            x, z = self.token_logits[b, :T, : U + 1], self.duration_logits[b, :T, : U + 1]
+            lp = oracle.log_probs(x, z, self.targets[b, :U], self.blank, self.sigma)
+            record = node_lp[b, :T, : U + 1]
+            for k, part in enumerate((lp.lse, lp.blank, lp.label)):
+                record[..., k] = torch.from_numpy(part)
+            record[..., 3 : 3 + D] = torch.from_numpy(lp.dur)
+        return node_lp.to(self.token_logits.device)
+
+    @cached_property
+    def magnitude(self):
+        """The largest finite logit at a valid node, at least 1."""
+        logits = self.joint[self.valid].double()
+        return max(1.0, logits[logits.isfinite()].abs().max().item()) if logits.numel() else 1.0
+
+
+def make_batch(
+    B=1,
+    T=5,
+    U=3,
+    V=7,
+    durations=(0, 1, 2),
+    *,
+    logit_lengths=None,
+    target_lengths=None,
+    blank=0,
+    sigma=0.0,
+    scale=1.0,
+    dtype=torch.float32,
+    index_dtype=torch.int64,
+    device="cpu",
+    seed=0,
+):
+    """Normal logits times `scale` (0: all logits zero), random labels other than blank, full lengths unless given."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(B, T, U + 1, V + len(durations), generator=generator) * scale
+    targets = torch.randint(0, max(V - 1, 1), (B, U), generator=generator)
+    targets += (targets >= blank % V) & (V > 1)
+    token_logits, duration_logits = logits.to(dtype).split([V, len(durations)], dim=-1)
+    return Batch(
+        token_logits=token_logits.contiguous().to(device),
+        duration_logits=duration_logits.contiguous().to(device),
+        targets=targets.to(device, index_dtype),
+        logit_lengths=torch.tensor([T] * B if logit_lengths is None else logit_lengths, dtype=index_dtype).to(device),
+        target_lengths=torch.tensor([U] * B if target_lengths is None else target_lengths, dtype=index_dtype).to(
+            device
+        ),
+        blank=blank,
+        durations=tuple(durations),
+        sigma=sigma,
+    )
+
+
+@dataclass
+class Outcome:
+    losses: torch.Tensor  # (B,), or () when reduced
+    grad_tokens: torch.Tensor  # (B, max_T, max_U1, V)
+    grad_durations: torch.Tensor  # (B, max_T, max_U1, D)
+
+
+def loss_and_grads(kernel, batch, api="separate", *, upstream=None, reduction="none", **options):
+    """Runs forward and backward as a user would, on leaf tensors with the strides of the batch's own."""
+    if api == "joint":
+        logits = batch.joint.detach().requires_grad_()
+        losses = kernel.tdt_loss_joint(logits, *batch.rest, reduction, **options)
+    else:
+        token_logits = batch.token_logits.detach().requires_grad_()
+        duration_logits = batch.duration_logits.detach().requires_grad_()
+        losses = kernel.tdt_loss(token_logits, duration_logits, *batch.rest, reduction, **options)
+    losses.backward(torch.ones_like(losses) if upstream is None else upstream)
+    if api == "joint":
+        return Outcome(
+            losses.detach(), *logits.grad.split([batch.token_logits.shape[-1], len(batch.durations)], dim=-1)
+        )
+    return Outcome(losses.detach(), token_logits.grad, duration_logits.grad)
+
+
+def assert_grads_match(outcome, batch, weights=1.0, atol=None):
+    """Gradients against the oracle's times `weights`; exactly 0 in the padding."""
+    tolerance = TOLERANCE[batch.token_logits.dtype]
+    weights = torch.as_tensor(weights, dtype=torch.float64, device=batch.token_logits.device).reshape(-1, 1, 1, 1)
+    if atol is None:
+        atol = tolerance.grad * batch.magnitude * max(1.0, weights.abs().max().item() if weights.numel() else 1.0)
+    for name in ("grad_tokens", "grad_durations"):
+        actual, expected = getattr(outcome, name), getattr(batch.expected, name) * weights
+        assert actual.dtype == batch.token_logits.dtype
+        assert (actual[~batch.valid] == 0).all(), f"{name}: not exactly 0 in the padding"
+        subnormal = torch.finfo(actual.dtype).tiny * torch.finfo(actual.dtype).eps
+        torch.testing.assert_close(
+            actual.double(),
+            expected,
+            rtol=tolerance.rounding,
+            atol=atol + subnormal,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def assert_losses_match(losses, batch):
+    tolerance = TOLERANCE[batch.token_logits.dtype]
+    assert losses.dtype == (torch.float64 if batch.token_logits.dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(losses.double(), batch.expected.losses, rtol=tolerance.loss, atol=tolerance.loss)
+
+
+def assert_matches(outcome, batch):
+    """Losses and gradients against the oracle."""
+    assert_losses_match(outcome.losses, batch)
+    assert_grads_match(outcome, batch)
+
+
+def same_bits(first, second):
+    """Bitwise equality, NaN and the sign of zero included."""
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    return (
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and torch.equal(first.contiguous().view(as_int), second.contiguous().view(as_int))
+    )
+
+
+def peak_extra_bytes(function, device):
+    """The most memory that `function` held at any time on top of what was there before, from torch's allocator."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held, peak = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,211 @@
+"""Every check on the host: the error names the argument and the value, whichever device the tensors are on."""
+
+import pytest
+import torch
+from conftest import make_batch
+
+# name of the case: (what to change in the arguments of tdt_loss, exception, words of the message)
+SEPARATE = {
+    "token_logits of 3 dimensions": ({"token_logits": lambda x: x[0]}, ValueError, ("token_logits", "(5, 4, 7)")),
+    "token_logits of integers": ({"token_logits": lambda x: x.long()}, TypeError, ("token_logits", "int64")),
+    "token_logits complex": (
+        {"token_logits": lambda x: x.to(torch.complex64)},
+        TypeError,
+        ("token_logits", "complex64"),
+    ),
+    "token_logits not a tensor": ({"token_logits": lambda x: x.tolist()}, TypeError, ("token_logits", "list")),
+    "token_logits without tokens": ({"token_logits": lambda x: x[..., :0]}, ValueError, ("token_logits", "0 columns")),
+    "token_logits without a label position": (
+        {"token_logits": lambda x: x[:, :, :0], "duration_logits": lambda z: z[:, :, :0]},
+        ValueError,
+        ("token_logits", "(2, 5, 0, 7)"),
+    ),
+    "duration_logits of 3 dimensions": (
+        {"duration_logits": lambda z: z[0]},
+        ValueError,
+        ("duration_logits", "(5, 4, 3)"),
+    ),
+    "duration_logits of another dtype": (
+        {"duration_logits": lambda z: z.double()},
+        (TypeError, ValueError),
+        ("duration_logits", "float64"),
+    ),
+    "duration_logits of another batch": (
+        {"duration_logits": lambda z: z[:1]},
+        ValueError,
+        ("duration_logits", "(2, 5, 4, 3)", "(1, 5, 4, 3)"),
+    ),
+    "duration_logits of fewer frames": (
+        {"duration_logits": lambda z: z[:, :4]},
+        ValueError,
+        ("duration_logits", "(2, 4, 4, 3)"),
+    ),
+    "duration_logits of other columns": (
+        {"duration_logits": lambda z: z[..., :2]},
+        ValueError,
+        ("duration_logits", "(2, 5, 4, 2)"),
+    ),
+    "duration_logits not a tensor": ({"duration_logits": lambda z: None}, TypeError, ("duration_logits", "NoneType")),
+}
+SHARED = {
+    "targets of 1 dimension": ({"targets": lambda y: y[0]}, ValueError, ("targets", "(3,)")),
+    "targets of another batch": ({"targets": lambda y: y[:1]}, ValueError, ("targets", "(2, U)", "(1, 3)")),
+    "targets too narrow": ({"targets": lambda y: y[:, :2]}, ValueError, ("targets", "(2, 2)")),
+    "targets of floats": ({"targets": lambda y: y.float()}, TypeError, ("targets", "float32")),
+    "targets of bools": ({"targets": lambda y: y > 0}, TypeError, ("targets", "bool")),
+    "targets not a tensor": ({"targets": lambda y: y.tolist()}, TypeError, ("targets", "list")),
+    "logit_lengths of 2 dimensions": ({"logit_lengths": lambda n: n[None]}, ValueError, ("logit_lengths", "(1, 2)")),
+    "logit_lengths of another batch": ({"logit_lengths": lambda n: n[:1]}, ValueError, ("logit_lengths", "(1,)")),
+    "logit_lengths of floats": ({"logit_lengths": lambda n: n.double()}, TypeError, ("logit_lengths", "float64")),
+    "logit_lengths of bools": ({"logit_lengths": lambda n: n > 0}, TypeError, ("logit_lengths", "bool")),
+    "target_lengths a scalar": ({"target_lengths": lambda n: n[0]}, ValueError, ("target_lengths", "()")),
+    "target_lengths of another batch": (
+        {"target_lengths": lambda n: n.repeat(2)},
+        ValueError,
+        ("target_lengths", "(4,)"),
+    ),
+    "target_lengths of halves": ({"target_lengths": lambda n: n.half()}, TypeError, ("target_lengths", "float16")),
+    "target_lengths of bools": ({"target_lengths": lambda n: n > 0}, TypeError, ("target_lengths", "bool")),
+    "blank too large": ({"blank_token_id": lambda b: 7}, ValueError, ("blank_token_id", "7")),
+    "blank too negative": ({"blank_token_id": lambda b: -8}, ValueError, ("blank_token_id", "-8")),
+    "blank not an integer": ({"blank_token_id": lambda b: 1.5}, TypeError, ("blank_token_id", "1.5")),
+    "no durations": ({"durations": lambda d: []}, ValueError, ("durations",)),
+    "a negative duration": ({"durations": lambda d: [0, 1, -2]}, ValueError, ("durations", "-2")),
+    "no positive duration": ({"durations": lambda d: [0, 0, 0]}, ValueError, ("durations", "0, 0, 0")),
+    "durations of floats": ({"durations": lambda d: [0, 1, 1.5]}, TypeError, ("durations", "1.5")),
+    "durations a float tensor": (
+        {"durations": lambda d: torch.tensor([0.0, 1.0, 2.0])},
+        TypeError,
+        ("durations", "float32"),
+    ),
+    "durations a matrix": ({"durations": lambda d: torch.tensor([[0, 1, 2]])}, ValueError, ("durations", "(1, 3)")),
+    "durations not a sequence": ({"durations": lambda d: 3}, TypeError, ("durations", "3")),
+    "unknown reduction": ({"reduction": lambda r: "average"}, ValueError, ("reduction", "average")),
+    "reduction not a string": ({"reduction": lambda r: None}, ValueError, ("reduction", "None")),
+}
+ON_THE_HOST = {
+    "negative logit length": ("logit_lengths", -1, ("logit_lengths", "sample 1", "-1")),
+    "logit length beyond the frames": ("logit_lengths", 6, ("logit_lengths", "sample 1", "6")),
+    "negative target length": ("target_lengths", -3, ("target_lengths", "sample 1", "-3")),
+    "target length beyond the labels": ("target_lengths", 4, ("target_lengths", "sample 1", "4")),
+}
+
+
+def arguments_of(batch, api):
+    arguments = {
+        "targets": batch.targets,
+        "logit_lengths": batch.logit_lengths,
+        "target_lengths": batch.target_lengths,
+        "blank_token_id": batch.blank,
+        "durations": list(batch.durations),
+        "reduction": "mean",
+    }
+    if api == "joint":
+        return {"logits": batch.joint, **arguments}
+    return {"token_logits": batch.token_logits, "duration_logits": batch.duration_logits, **arguments}
+
+
+def call(kernel, arguments):
+    return (kernel.tdt_loss_joint if "logits" in arguments else kernel.tdt_loss)(**arguments)
+
+
+def assert_raises(kernel, arguments, exception, words):
+    with pytest.raises(exception) as raised:
+        call(kernel, arguments)
+    message = str(raised.value)
+    assert all(word in message for word in words), f"{words} not all in: {message}"
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("changes, exception, words", SEPARATE.values(), ids=SEPARATE.keys())
+def test_logits(kernel, device, changes, exception, words):
+    arguments = arguments_of(make_batch(B=2, device=device), "separate")
+    call(kernel, arguments)
+    assert_raises(
+        kernel, arguments | {name: change(arguments[name]) for name, change in changes.items()}, exception, words
+    )
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("changes, exception, words", SHARED.values(), ids=SHARED.keys())
+def test_other_arguments(kernel, device, api, changes, exception, words):
+    arguments = arguments_of(make_batch(B=2, device=device), api)
+    call(kernel, arguments)
+    assert_raises(
+        kernel, arguments | {name: change(arguments[name]) for name, change in changes.items()}, exception, words
+    )
+
+
+@pytest.mark.parametrize("name, value, words", ON_THE_HOST.values(), ids=ON_THE_HOST.keys())
+def test_lengths_on_the_host(kernel, device, api, name, value, words):
+    arguments = arguments_of(make_batch(B=2, device=device), api)
+    arguments[name] = torch.tensor([3, value])
+    assert_raises(kernel, arguments, ValueError, words)
+
+
+@pytest.mark.parametrize("label", [-1, 7, 2**31, -(2**40)])
+def test_valid_labels_on_the_host(kernel, device, api, label):
+    batch = make_batch(B=2, target_lengths=[3, 2], device=device)
+    arguments = arguments_of(batch.replace(targets=batch.targets.cpu(), target_lengths=batch.target_lengths.cpu()), api)
+    arguments["targets"][1, 2] = label  # padding: nobody minds
+    call(kernel, arguments)
+    arguments["targets"][1, 1] = label
+    assert_raises(kernel, arguments, ValueError, ("targets", "sample 1", str(label)))
+
+
+def test_more_than_64_durations(kernel, device):
+    batch = make_batch(B=2, V=3, durations=range(65), device=device)
+    for api in ("separate", "joint"):
+        assert_raises(kernel, arguments_of(batch, api), ValueError, ("durations", "64", "65"))
+
+
+def test_joint_logits(kernel, device):
+    arguments = arguments_of(make_batch(B=2, device=device), "joint")
+    logits = arguments["logits"]
+    assert_raises(kernel, arguments | {"logits": logits[0]}, ValueError, ("logits", "(5, 4, 10)"))
+    assert_raises(kernel, arguments | {"logits": logits.int()}, TypeError, ("logits", "int32"))
+    assert_raises(
+        kernel, arguments | {"logits": logits[..., :3]}, ValueError, ("logits", "3 columns")
+    )  # no column left for a token
+    assert_raises(kernel, arguments | {"logits": logits[:, :, :0]}, ValueError, ("logits", "(2, 5, 0, 10)"))
+    assert_raises(kernel, arguments | {"logits": None}, TypeError, ("logits", "None"))
+
+
+def test_inplace_grad_needs_logits_it_can_overwrite(kernel, device):
+    batch = make_batch(B=2, device=device)
+    arguments = arguments_of(batch, "joint") | {"inplace_grad": True}
+    expanded = batch.joint[:1].clone().requires_grad_().expand(2, -1, -1, -1)
+    assert_raises(
+        kernel, arguments | {"logits": expanded}, ValueError, ("inplace_grad", "share memory", "(0, 40, 10, 1)")
+    )
+    transposed = batch.joint.transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    assert_raises(
+        kernel, arguments | {"logits": transposed}, ValueError, ("inplace_grad", "last dimension", "(200, 40, 1, 4)")
+    )
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("moved", ["token_logits", "duration_logits"])
+def test_logits_on_two_devices(kernel, moved):
+    arguments = arguments_of(make_batch(B=2, device="cuda"), "separate")
+    arguments[moved] = arguments[moved].cpu()
+    assert_raises(kernel, arguments, ValueError, ("duration_logits", "cuda", "cpu"))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name, value, words", ON_THE_HOST.values(), ids=ON_THE_HOST.keys())
+def test_environment_variable_checks_device_tensors(kernel, monkeypatch, name, value, words):
+    arguments = arguments_of(make_batch(B=2, device="cuda"), "separate")
+    arguments[name][1] = value
+    assert call(kernel, arguments).isnan()
+    monkeypatch.setenv("TDT_LOSS_CHECK", "1")
+    assert_raises(kernel, arguments, ValueError, words)
+
+
+@pytest.mark.cuda
+def test_environment_variable_checks_device_labels(kernel, monkeypatch):
+    arguments = arguments_of(make_batch(B=2, device="cuda"), "joint")
+    arguments["targets"][1, 1] = 7
+    assert call(kernel, arguments).isnan()
+    monkeypatch.setenv("TDT_LOSS_CHECK", "1")
+    assert_raises(kernel, arguments, ValueError, ("targets", "sample 1", "7"))

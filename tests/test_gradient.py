@@ -1,0 +1,127 @@
+"""The ops `gradient` and `gradient_` (eqs. 7-9), fed with the oracle's alpha, beta and LL."""
+
+import pytest
+import torch
+from conftest import DTYPES, Outcome, assert_grads_match, make_batch, same_bits
+
+
+def saved_tensors(batch):
+    """(node_lp, ll, alpha_beta) as the forward pass would save them."""
+    scalar = torch.float64 if batch.token_logits.dtype == torch.float64 else torch.float32
+    expected = batch.expected
+    return batch.expected_node_lp.to(scalar), expected.ll, torch.stack([expected.alpha, expected.beta])
+
+
+def run(kernel, batch, grad_losses=None, api="separate", saved=None):
+    node_lp, ll, alpha_beta = saved or saved_tensors(batch)
+    if grad_losses is None:
+        grad_losses = torch.ones(len(ll), dtype=node_lp.dtype, device=node_lp.device)
+    V, D = batch.token_logits.shape[-1], len(batch.durations)
+    logits = (batch.token_logits, batch.duration_logits) if api == "separate" else (batch.joint, None)
+    grad, grad_durations = kernel.loss.ops.gradient(
+        grad_losses, *logits, *batch.lengths, node_lp, ll, alpha_beta, batch.blank % V, list(batch.durations)
+    )
+    if api == "joint":
+        grad, grad_durations = grad.split([V, D], dim=-1)
+    return Outcome(-ll, grad, grad_durations)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equations_8_and_9(kernel, device, api, dtype):
+    lengths = {"logit_lengths": [9, 6, 4], "target_lengths": [4, 2, 0]}
+    batch = make_batch(
+        B=3, T=9, U=4, V=37, durations=(0, 1, 2, 3, 4), sigma=0.05, dtype=dtype, device=device, **lengths
+    )
+    assert_grads_match(run(kernel, batch, api=api), batch)
+
+
+@pytest.mark.parametrize("V", [1, 2, 31, 1025, 8193])
+def test_every_vocabulary_size(kernel, device, api, V):
+    batch = make_batch(B=2, T=4, U=2, V=V, durations=(2, 0, 1), blank=V - 1, dtype=torch.bfloat16, device=device)
+    assert_grads_match(run(kernel, batch, api=api), batch)
+
+
+@pytest.mark.parametrize("durations", [(1,), (2, 4), (0, 1, 1), (0, 1, 9, 17, 2**40), tuple(range(64))])
+def test_every_kind_of_durations(kernel, device, api, durations):
+    batch = make_batch(B=2, T=20, U=3, V=6, durations=durations, device=device)
+    assert_grads_match(run(kernel, batch, api=api), batch)
+
+
+def test_label_equal_to_blank_gets_both_terms(kernel, device, api):
+    batch = make_batch(T=6, U=3, V=5, blank=2, dtype=torch.float64, device=device)
+    batch.targets[0, 1] = 2
+    assert_grads_match(run(kernel, batch, api=api), batch)
+
+
+def test_upstream_multiplies_before_rounding(kernel, device):
+    # Most entries are below the smallest float16; only in float32 do they survive to be scaled.
+    batch = make_batch(B=2, T=4, U=2, V=513, scale=4.0, dtype=torch.float16, device=device)
+    weights = torch.tensor([4096.0, -0.25], device=device)
+    lost = batch.expected.grad_tokens[0].half() == 0
+    outcome = run(kernel, batch, grad_losses=weights)
+    assert (outcome.grad_tokens[0][lost] != 0).sum() > 100
+    assert_grads_match(outcome, batch, weights)
+
+
+def test_masked_entries_get_exactly_zero(kernel, device, api):
+    batch = make_batch(T=6, U=3, V=9, device=device)
+    batch.targets.fill_(3)
+    batch.token_logits[..., 6:] = -torch.inf
+    batch.duration_logits[:, 1:3, :, 0] = -torch.inf
+    outcome = run(kernel, batch, api=api)
+    assert_grads_match(outcome, batch)
+    assert (outcome.grad_tokens[..., 6:] == 0).all() and (outcome.grad_durations[:, 1:3, :, 0] == 0).all()
+
+
+@pytest.mark.parametrize("ll", [-torch.inf, torch.inf])
+def test_no_alignment_and_malformed_samples_get_exactly_zero(kernel, device, api, ll):
+    batch = make_batch(B=2, T=5, U=2, device=device)
+    node_lp, good_ll, alpha_beta = saved_tensors(batch)
+    bad_ll = good_ll.clone()
+    bad_ll[0] = ll
+    good = run(kernel, batch, api=api)
+    outcome = run(kernel, batch, api=api, saved=(node_lp, bad_ll, alpha_beta))
+    assert (outcome.grad_tokens[0] == 0).all() and (outcome.grad_durations[0] == 0).all()
+    assert same_bits(outcome.grad_tokens[1], good.grad_tokens[1])
+
+
+def test_nan_likelihood_makes_valid_nodes_nan(kernel, device, api):
+    batch = make_batch(B=2, T=5, U=2, logit_lengths=[5, 3], device=device)
+    node_lp, ll, alpha_beta = saved_tensors(batch)
+    ll[1] = torch.nan
+    outcome = run(kernel, batch, api=api, saved=(node_lp, ll, alpha_beta))
+    for grad in (outcome.grad_tokens, outcome.grad_durations):
+        assert grad[1, :3].isnan().all() and (grad[1, 3:] == 0).all() and not grad[0].isnan().any()
+
+
+def test_padding_is_not_read(kernel, device, api):
+    batch = make_batch(B=2, T=5, U=3, logit_lengths=[5, 2], target_lengths=[1, 3], device=device)
+    saved = saved_tensors(batch)
+    clean = run(kernel, batch, api=api, saved=saved)
+    for logits in (batch.token_logits, batch.duration_logits):
+        logits[~batch.valid] = torch.nan
+    outcome = run(kernel, batch.replace(), api=api, saved=saved)
+    assert same_bits(outcome.grad_tokens, clean.grad_tokens) and same_bits(outcome.grad_durations, clean.grad_durations)
+
+
+def test_gradient_has_the_strides_of_the_logits(kernel, device):
+    batch = make_batch(B=3, T=4, U=2, V=11, device=device)
+    permuted = batch.replace(token_logits=batch.token_logits.transpose(0, 1).contiguous().transpose(0, 1))
+    outcome = run(kernel, permuted)
+    assert outcome.grad_tokens.stride() == permuted.token_logits.stride()
+    assert_grads_match(outcome, batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_in_place_has_the_same_bits(kernel, device, dtype):
+    batch = make_batch(B=2, T=6, U=3, V=37, logit_lengths=[6, 4], sigma=0.05, dtype=dtype, device=device)
+    node_lp, ll, alpha_beta = saved_tensors(batch)
+    weights = torch.tensor([2.0, -1.5], dtype=node_lp.dtype, device=device)
+    expected = run(kernel, batch, grad_losses=weights, api="joint")
+    logits = batch.joint.clone()
+    returned = kernel.loss.ops.gradient_(
+        weights, logits, *batch.lengths, node_lp, ll, alpha_beta, batch.blank, list(batch.durations)
+    )
+    assert returned is None
+    assert same_bits(logits, torch.cat([expected.grad_tokens, expected.grad_durations], dim=-1))

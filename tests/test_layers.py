@@ -1,0 +1,99 @@
+"""`layers.TDTLoss`: what the kernels library asks of a layer, and the same numbers as the functions, from slices of a joint tensor too."""
+
+import inspect
+
+import pytest
+import torch
+from conftest import assert_matches, loss_and_grads, make_batch, same_bits
+
+
+def test_what_the_kernels_library_asks_of_a_layer(kernel):
+    layer = kernel.layers.TDTLoss
+    assert issubclass(layer, torch.nn.Module)
+    assert layer.has_backward is True and layer.can_torch_compile is True
+    assert "__init__" not in vars(layer)
+    module = layer()
+    assert not module.state_dict() and not list(module.parameters())
+
+
+def test_forward_has_the_signature_of_transformers(kernel):
+    transformers_loss = pytest.importorskip("transformers.loss.loss_tdt").tdt_loss
+    theirs = list(inspect.signature(transformers_loss).parameters.values())
+    ours = list(inspect.signature(kernel.layers.TDTLoss.forward).parameters.values())[1:]
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+    assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+
+
+@pytest.mark.kernels_ci
+def test_same_numbers_as_the_function(kernel, device):
+    batch = make_batch(B=3, T=7, U=4, logit_lengths=[7, 5, 6], target_lengths=[4, 2, 3], sigma=0.05, device=device)
+    module = kernel.layers.TDTLoss()
+    token_logits, duration_logits = batch.leaves()
+    losses = module(token_logits, duration_logits, *batch.rest, reduction="none")
+    losses.sum().backward()
+    expected = loss_and_grads(kernel, batch)
+    assert same_bits(losses.detach(), expected.losses)
+    assert same_bits(token_logits.grad, expected.grad_tokens) and same_bits(
+        duration_logits.grad, expected.grad_durations
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "mean_batch", "mean_volume", "sum"])
+def test_reductions(kernel, device, reduction):
+    batch = make_batch(B=2, T=7, U=4, target_lengths=[4, 2], device=device)
+    assert torch.equal(kernel.layers.TDTLoss()(*batch.args, reduction), kernel.tdt_loss(*batch.args, reduction))
+
+
+def slices(logits, D):
+    return logits[..., :-D], logits[..., -D:]
+
+
+def test_slices_of_one_joint_tensor(kernel, device):
+    batch = make_batch(B=3, T=7, U=4, V=11, logit_lengths=[7, 5, 6], target_lengths=[4, 2, 3], device=device)
+    leaf = batch.joint.clone().requires_grad_()
+    logits = leaf * 1  # as the head of a model makes them
+    losses = kernel.layers.TDTLoss()(*slices(logits, 3), *batch.rest, reduction="none")
+    losses.sum().backward()
+    expected = loss_and_grads(kernel, batch)
+    expected.losses, expected.grad_tokens, expected.grad_durations = losses.detach(), *slices(leaf.grad, 3)
+    assert_matches(expected, batch)
+
+
+def test_slices_whose_own_gradients_are_observed(kernel, device):
+    batch = make_batch(B=2, T=6, U=3, V=11, device=device)
+    leaf = batch.joint.clone().requires_grad_()
+    token_logits, duration_logits = slices(leaf * 1, 3)
+    token_logits.retain_grad()
+    seen = []
+    duration_logits.register_hook(seen.append)
+    kernel.layers.TDTLoss()(token_logits, duration_logits, *batch.rest, reduction="sum").backward()
+    torch.testing.assert_close(token_logits.grad.double(), batch.expected.grad_tokens, rtol=0, atol=1e-5)
+    torch.testing.assert_close(seen[0].double(), batch.expected.grad_durations, rtol=0, atol=1e-5)
+
+
+def test_slices_of_which_one_is_detached(kernel, device):
+    batch = make_batch(B=2, T=6, U=3, V=11, device=device)
+    leaf = batch.joint.clone().requires_grad_()
+    token_logits, duration_logits = slices(leaf * 1, 3)
+    kernel.layers.TDTLoss()(token_logits.detach(), duration_logits, *batch.rest, reduction="sum").backward()
+    grad_tokens, grad_durations = slices(leaf.grad, 3)
+    assert (grad_tokens == 0).all()
+    torch.testing.assert_close(grad_durations.double(), batch.expected.grad_durations, rtol=0, atol=1e-5)
+
+
+def test_slices_that_do_not_adjoin(kernel, device):
+    batch = make_batch(B=2, T=6, U=3, V=11, device=device)
+    wide = torch.cat(
+        [batch.token_logits, torch.full_like(batch.token_logits, torch.nan), batch.duration_logits], dim=-1
+    )
+    leaf = wide.requires_grad_()
+    logits = leaf * 1
+    kernel.layers.TDTLoss()(logits[..., :11], logits[..., 22:], *batch.rest, reduction="sum").backward()
+    torch.testing.assert_close(leaf.grad[..., :11].double(), batch.expected.grad_tokens, rtol=0, atol=1e-5)
+    torch.testing.assert_close(leaf.grad[..., 22:].double(), batch.expected.grad_durations, rtol=0, atol=1e-5)
+
+
+def test_errors_come_through(kernel, device):
+    batch = make_batch(device=device)
+    with pytest.raises(ValueError, match="reduction"):
+        kernel.layers.TDTLoss()(*batch.args, reduction="average")

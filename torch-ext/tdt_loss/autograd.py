@@ -1,0 +1,121 @@
+"""What torch must know about the ops beside their kernels: output shapes for tracing, and derivatives."""
+
+import torch
+from torch import Tensor
+
+from ._ops import add_op_namespace_prefix, ops
+
+# Shapes of the ops' outputs, for torch.compile and torch.export.
+
+
+def _accumulate_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _record_size(num_durations: int) -> int:
+    return (3 + num_durations + 3) // 4 * 4
+
+
+@torch.library.register_fake(add_op_namespace_prefix("log_probs"))
+def _(logits, duration_logits, targets, logit_lengths, target_lengths, blank, num_durations, sigma):
+    return logits.new_empty((*logits.shape[:3], _record_size(num_durations)), dtype=_accumulate_dtype(logits))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("lattice"))
+def _(node_lp, targets, logit_lengths, target_lengths, durations, vocab, zero_infinity, need_grad):
+    batch, max_t, max_u1 = node_lp.shape[:3]
+    losses = node_lp.new_empty((batch,))
+    ll = node_lp.new_empty((batch,), dtype=torch.float64)
+    alpha_beta = node_lp.new_empty((2, batch, max_t, max_u1) if need_grad else (0,), dtype=torch.float64)
+    return losses, ll, alpha_beta
+
+
+@torch.library.register_fake(add_op_namespace_prefix("loss"))
+def _(
+    logits,
+    duration_logits,
+    targets,
+    logit_lengths,
+    target_lengths,
+    blank,
+    durations,
+    sigma,
+    zero_infinity,
+    need_grad,
+    inplace_grad,
+):
+    node_lp = logits.new_empty((*logits.shape[:3], _record_size(len(durations))), dtype=_accumulate_dtype(logits))
+    losses = node_lp.new_empty((logits.shape[0],))
+    ll = node_lp.new_empty((logits.shape[0],), dtype=torch.float64)
+    alpha_beta = node_lp.new_empty((2, *logits.shape[:3]) if need_grad else (0,), dtype=torch.float64)
+    return losses, node_lp, ll, alpha_beta
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gradient"))
+def _(
+    grad_losses,
+    logits,
+    duration_logits,
+    targets,
+    logit_lengths,
+    target_lengths,
+    node_lp,
+    ll,
+    alpha_beta,
+    blank,
+    durations,
+):
+    grad_durations = logits.new_empty((0,)) if duration_logits is None else torch.empty_like(duration_logits)
+    return torch.empty_like(logits), grad_durations
+
+
+@torch.library.register_fake(add_op_namespace_prefix("gradient_"))
+def _(grad_losses, logits, targets, logit_lengths, target_lengths, node_lp, ll, alpha_beta, blank, durations):
+    return None
+
+
+# Autograd: the derivative of `loss` is `gradient`, and `gradient` has none.
+
+
+def _setup_loss(ctx, inputs, output) -> None:
+    logits, duration_logits, targets, logit_lengths, target_lengths = inputs[:5]
+    ctx.blank, ctx.durations, ctx.inplace_grad = inputs[5], inputs[6], inputs[10]
+    ctx.set_materialize_grads(False)
+    if inputs[9]:
+        ctx.save_for_backward(logits, duration_logits, targets, logit_lengths, target_lengths, *output[1:])
+
+
+def _backward_loss(ctx, grad_losses, *_):
+    grads = [None] * 11
+    if grad_losses is None:
+        return tuple(grads)
+    logits, duration_logits, *saved = ctx.saved_tensors
+    grad_losses = grad_losses.contiguous()
+    if ctx.inplace_grad:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_NO_DOUBLE_BACKWARD)
+        grads[0] = logits.detach()
+        ops.gradient_(grad_losses, grads[0], *saved, ctx.blank, ctx.durations)
+        torch.autograd.graph.increment_version(logits)
+    else:
+        grad_logits, grad_durations = ops.gradient(
+            grad_losses, logits, duration_logits, *saved, ctx.blank, ctx.durations
+        )
+        grads[0] = grad_logits if ctx.needs_input_grad[0] else None
+        grads[1] = grad_durations if ctx.needs_input_grad[1] else None
+    return tuple(grads)
+
+
+_NO_DOUBLE_BACKWARD = "double backward through the TDT loss is not supported: its gradient has no derivative of its own"
+
+
+def _setup_gradient(ctx, inputs, output) -> None:
+    pass
+
+
+def _backward_gradient(ctx, *grads):
+    raise RuntimeError(_NO_DOUBLE_BACKWARD)
+
+
+torch.library.register_autograd(add_op_namespace_prefix("loss"), _backward_loss, setup_context=_setup_loss)
+torch.library.register_autograd(add_op_namespace_prefix("gradient"), _backward_gradient, setup_context=_setup_gradient)

@@ -1,0 +1,158 @@
+"""What a call is checked for before anything is launched, and how its index arguments reach the device.
+
+Shapes, dtypes and devices are always checked. Values (lengths, labels) are checked where they can be read for free, on the
+CPU; on a GPU only with ``TDT_LOSS_CHECK=1`` in the environment, because reading them back would stall the stream.
+"""
+
+import os
+from typing import List, Optional, Sequence, Union
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = ("mean", "mean_batch", "mean_volume", "sum", "none")
+MAX_DURATIONS = 64
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_NATIVE_INTS = (torch.int32, torch.int64)  # what the kernels read as it is
+
+
+def check_reduction(reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+
+
+def check_durations(durations: Union[Sequence[int], Tensor]) -> List[int]:
+    """The durations as a list of ints."""
+    if isinstance(durations, Tensor):
+        if not _is_integer(durations.dtype):
+            raise TypeError(f"durations must hold integers, got a tensor of {durations.dtype}")
+        if durations.dim() != 1:
+            raise ValueError(f"durations must be one-dimensional, got shape {tuple(durations.shape)}")
+        durations = durations.tolist()
+    try:
+        durations = list(durations)
+    except TypeError:
+        raise TypeError(f"durations must be a sequence of integers or an integer tensor, got {durations!r}") from None
+    for duration in durations:
+        if isinstance(duration, bool) or not hasattr(duration, "__index__"):
+            raise TypeError(f"durations must hold integers, got {duration!r} in {durations}")
+        if duration < 0:
+            raise ValueError(f"durations must not be negative, got {duration} in {durations}")
+    if not durations:
+        raise ValueError("durations must not be empty")
+    if len(durations) > MAX_DURATIONS:
+        raise ValueError(f"durations: at most {MAX_DURATIONS} are supported, got {len(durations)}")
+    if not any(durations):
+        raise ValueError(
+            f"durations must hold at least one positive value, got {durations}: no frame could ever be consumed"
+        )
+    return [int(duration) for duration in durations]
+
+
+def check_logits(name: str, logits: Tensor) -> None:
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(logits).__name__}")
+    if logits.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {logits.dtype}")
+    if logits.dim() != 4:
+        raise ValueError(f"{name} must have 4 dimensions (B, T, U+1, columns), got shape {tuple(logits.shape)}")
+    if logits.shape[2] < 1:
+        raise ValueError(
+            f"{name} must have at least one label position (dimension 2 is U+1), got shape {tuple(logits.shape)}"
+        )
+
+
+def check_vocab(name: str, columns: int, vocab: int, blank_token_id: int) -> int:
+    """The blank as an index from the front."""
+    if vocab < 1:
+        raise ValueError(f"{name} must have at least one token column, got {columns} columns in all")
+    if isinstance(blank_token_id, bool) or not isinstance(blank_token_id, (int, torch.SymInt)):
+        raise TypeError(f"blank_token_id must be an int, got {blank_token_id!r}")
+    if not -vocab <= blank_token_id < vocab:
+        raise ValueError(f"blank_token_id must be in [-{vocab}, {vocab}) for {vocab} tokens, got {blank_token_id}")
+    return blank_token_id % vocab
+
+
+def check_duration_logits(token_logits: Tensor, duration_logits: Tensor, num_durations: int) -> None:
+    check_logits("duration_logits", duration_logits)
+    expected = (*token_logits.shape[:3], num_durations)
+    if tuple(duration_logits.shape) != expected:
+        raise ValueError(
+            f"duration_logits must have shape {expected}, as token_logits with one column for each of {num_durations} durations, "
+            f"got {tuple(duration_logits.shape)}"
+        )
+    if duration_logits.dtype != token_logits.dtype:
+        raise TypeError(
+            f"duration_logits must have the dtype of token_logits, {token_logits.dtype}, got {duration_logits.dtype}"
+        )
+    if duration_logits.device != token_logits.device:
+        raise ValueError(
+            f"duration_logits must be on the device of token_logits, {token_logits.device}, got {duration_logits.device}"
+        )
+
+
+class Labels:
+    """Checked targets and lengths, with the dtype and device that the kernels read."""
+
+    def __init__(self, logits: Tensor, vocab: int, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor):
+        batch, max_t, max_u1 = logits.shape[:3]
+        _check_index("targets", targets, (batch, None))
+        if targets.shape[1] < max_u1 - 1:
+            raise ValueError(
+                f"targets must have at least {max_u1 - 1} columns for logits with {max_u1} label positions, "
+                f"got shape {tuple(targets.shape)}"
+            )
+        _check_index("logit_lengths", logit_lengths, (batch,))
+        _check_index("target_lengths", target_lengths, (batch,))
+        if not torch.compiler.is_compiling():
+            _check_values(vocab, max_t, max_u1 - 1, targets, logit_lengths, target_lengths)
+        self.targets = _to_kernel(targets, logits.device)
+        self.logit_lengths = _to_kernel(logit_lengths, logits.device)
+        self.target_lengths = _to_kernel(target_lengths, logits.device)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
+
+
+def _check_index(name: str, tensor: Tensor, shape: Sequence[Optional[int]]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if not _is_integer(tensor.dtype):
+        raise TypeError(f"{name} must have an integer dtype, got {tensor.dtype}")
+    if tensor.dim() != len(shape) or any(n is not None and n != m for n, m in zip(shape, tensor.shape)):
+        wanted = ", ".join("U" if n is None else str(n) for n in shape)
+        raise ValueError(
+            f"{name} must have shape ({wanted}{',' if len(shape) == 1 else ''}), got {tuple(tensor.shape)}"
+        )
+
+
+def _readable(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" or os.environ.get("TDT_LOSS_CHECK") == "1"
+
+
+def _check_values(
+    vocab: int, max_t: int, max_u: int, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor
+) -> None:
+    for name, lengths, most in (("logit_lengths", logit_lengths, max_t), ("target_lengths", target_lengths, max_u)):
+        if _readable(lengths):
+            lengths = lengths.cpu().to(torch.int64)
+            bad = (lengths < 0) | (lengths > most)
+            if bad.any():
+                sample = int(bad.nonzero()[0])
+                raise ValueError(f"{name} must be in [0, {most}], got {int(lengths[sample])} for sample {sample}")
+    if _readable(targets) and _readable(target_lengths) and targets.shape[1] > 0:
+        labels = targets.cpu().to(torch.int64)
+        valid = torch.arange(labels.shape[1]) < target_lengths.cpu().to(torch.int64).unsqueeze(1)
+        bad = valid & ((labels < 0) | (labels >= vocab))
+        if bad.any():
+            sample, position = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"targets must be in [0, {vocab}), got {int(labels[sample, position])} for sample {sample} at position {position}"
+            )
+
+
+def _to_kernel(tensor: Tensor, device: torch.device) -> Tensor:
+    dtype = tensor.dtype if tensor.dtype in _NATIVE_INTS else torch.int64
+    return tensor.to(device=device, dtype=dtype, non_blocking=True)

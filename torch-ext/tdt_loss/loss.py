@@ -1,0 +1,201 @@
+"""The TDT loss as functions."""
+
+from typing import Optional, Sequence, Union
+
+import torch
+from torch import Tensor
+
+from . import autograd  # noqa: F401  registers fakes and derivatives of the ops
+from ._ops import ops
+from .checks import Labels, check_duration_logits, check_durations, check_logits, check_reduction, check_vocab
+
+__all__ = ["tdt_loss", "tdt_loss_joint"]
+
+
+def tdt_loss(
+    token_logits: Tensor,
+    duration_logits: Tensor,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank_token_id: int,
+    durations: Union[Sequence[int], Tensor],
+    sigma: float = 0.0,
+    reduction: str = "mean",
+    *,
+    zero_infinity: bool = False,
+) -> Tensor:
+    r"""Token-and-Duration Transducer loss, https://arxiv.org/abs/2304.06795.
+
+    The negative logarithm of the summed probability of every alignment of the labels to the frames. At frame t, after u
+    labels, the model emits a token v and a duration d with probability
+    ``softmax(token_logits[b, t, u])[v] * exp(-sigma) * softmax(duration_logits[b, t, u])[d]``; a label moves to
+    (t + d, u + 1), a blank (d > 0 only) to (t + d, u), and the last blank leaves the lattice at t + d = T exactly.
+
+    Any strides over B, T and U are read as they are; only logits whose last dimension is not contiguous are copied.
+    Padding (frames from ``logit_lengths`` on, positions beyond ``target_lengths``) is never read and its gradient is 0.
+
+    Args:
+        token_logits: (B, T, U+1, V) unnormalised scores of the tokens, blank included; float32, float16, bfloat16 or float64.
+        duration_logits: (B, T, U+1, D) unnormalised scores of the durations; dtype and device of ``token_logits``.
+        targets: (B, U) labels in [0, V), of any integer dtype, on any device; columns beyond U and labels beyond
+            ``target_lengths`` are ignored.
+        logit_lengths: (B,) frames of each sample, in [0, T]; any integer dtype, any device.
+        target_lengths: (B,) labels of each sample, in [0, U]; any integer dtype, any device.
+        blank_token_id: the blank's column, in [-V, V); negative counts from the end.
+        durations: the D durations in frames, in the order of the columns: non-negative, at least one positive, at most 64.
+        sigma: logit under-normalisation in nats, subtracted from every token log-probability.
+        reduction: ``"mean"``: each loss over its target length, then the batch mean; ``"mean_batch"``: the batch mean;
+            ``"mean_volume"``: the sum over the sum of target lengths; ``"sum"``; ``"none"``. In the divisions a target length
+            counts as at least 1, where transformers' ``tdt_loss`` divides an empty transcript by 0.
+        zero_infinity: a sample without any alignment (too few frames) has loss +inf and gradient 0; this makes its loss 0.
+
+    Returns:
+        The loss in float32 (float64 for float64 logits): a scalar, or (B,) for ``"none"``. NaN for a sample with NaN or +inf
+        logits at a valid node (its gradient is NaN there too), and for one with malformed lengths or labels on a GPU (its
+        gradient is 0).
+
+    Raises:
+        TypeError: a dtype or type is not one of those above.
+        ValueError: a shape, device, blank, duration or reduction is wrong; a length or a valid label that lies on the CPU is
+            out of range (on a GPU only with ``TDT_LOSS_CHECK=1`` in the environment).
+        RuntimeError: in backward, when a second derivative is asked for.
+
+    Example:
+        >>> import torch
+        >>> from kernels import get_kernel
+        >>> kernel = get_kernel("kernels-community/tdt-loss", version=1)
+        >>> tokens = torch.zeros(1, 3, 2, 4, requires_grad=True)  # B, T, U+1, V
+        >>> durations = torch.zeros(1, 3, 2, 3, requires_grad=True)
+        >>> loss = kernel.tdt_loss(tokens, durations, torch.tensor([[0]]), torch.tensor([3]), torch.tensor([1]),
+        ...                        blank_token_id=3, durations=[0, 1, 2], sigma=0.05)
+        >>> round(loss.item(), 4)
+        4.1557
+        >>> loss.backward()
+    """
+    check_reduction(reduction)
+    durations = check_durations(durations)
+    check_logits("token_logits", token_logits)
+    vocab = token_logits.shape[3]
+    blank = check_vocab("token_logits", vocab, vocab, blank_token_id)
+    check_duration_logits(token_logits, duration_logits, len(durations))
+    labels = Labels(token_logits, vocab, targets, logit_lengths, target_lengths)
+    losses = _losses(token_logits, duration_logits, labels, blank, durations, sigma, zero_infinity, inplace_grad=False)
+    return _reduce(losses, labels.target_lengths, reduction)
+
+
+def tdt_loss_joint(
+    logits: Tensor,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank_token_id: int,
+    durations: Union[Sequence[int], Tensor],
+    sigma: float = 0.0,
+    reduction: str = "mean",
+    *,
+    zero_infinity: bool = False,
+    inplace_grad: bool = False,
+) -> Tensor:
+    r"""TDT loss of joint logits: ``tdt_loss(logits[..., :V], logits[..., V:], ...)`` with one gradient for the whole tensor.
+
+    The backward of two slices zero-fills, copies and adds tensors of the size of the logits; this function writes the
+    gradient of the joint tensor once. Everything that :func:`tdt_loss` says holds.
+
+    Args:
+        logits: (B, T, U+1, V + D), tokens first, then one column for each of the D durations.
+        targets, logit_lengths, target_lengths, blank_token_id, durations, sigma, reduction, zero_infinity:
+            as in :func:`tdt_loss`; the blank counts among the V tokens.
+        inplace_grad: write the gradient over the logits' storage in backward. The extra memory is then a few numbers per node
+            instead of a second logits tensor; the logits are lost, and whoever else saved them for backward gets torch's
+            error about in-place modification. Has no effect under ``torch.compile``, which plans memory itself.
+
+    Returns:
+        As :func:`tdt_loss`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`tdt_loss`; ValueError for ``inplace_grad`` on logits whose elements
+            share memory (an expanded tensor) or are not contiguous in the last dimension.
+
+    Example:
+        >>> import torch
+        >>> from kernels import get_kernel
+        >>> kernel = get_kernel("kernels-community/tdt-loss", version=1)
+        >>> logits = torch.randn(2, 8, 4, 32 + 5, requires_grad=True)
+        >>> loss = kernel.tdt_loss_joint(logits, torch.randint(0, 31, (2, 3)), torch.tensor([8, 6]), torch.tensor([3, 2]),
+        ...                              blank_token_id=31, durations=[0, 1, 2, 3, 4])
+        >>> loss.backward()
+    """
+    check_reduction(reduction)
+    durations = check_durations(durations)
+    check_logits("logits", logits)
+    vocab = logits.shape[3] - len(durations)
+    blank = check_vocab("logits", logits.shape[3], vocab, blank_token_id)
+    labels = Labels(logits, vocab, targets, logit_lengths, target_lengths)
+    if inplace_grad and not torch.compiler.is_compiling():
+        _check_writable(logits)
+    losses = _losses(logits, None, labels, blank, durations, sigma, zero_infinity, inplace_grad)
+    return _reduce(losses, labels.target_lengths, reduction)
+
+
+def _losses(
+    logits: Tensor,
+    duration_logits: Optional[Tensor],
+    labels: Labels,
+    blank: int,
+    durations: Sequence[int],
+    sigma: float,
+    zero_infinity: bool,
+    inplace_grad: bool,
+) -> Tensor:
+    """The loss of each sample, (B,)."""
+    need_grad = torch.is_grad_enabled() and (
+        logits.requires_grad or (duration_logits is not None and duration_logits.requires_grad)
+    )
+    if duration_logits is not None:
+        duration_logits = _with_dense_rows(duration_logits)
+    return ops.loss(
+        _with_dense_rows(logits),
+        duration_logits,
+        labels.targets,
+        labels.logit_lengths,
+        labels.target_lengths,
+        blank,
+        durations,
+        float(sigma),
+        zero_infinity,
+        need_grad,
+        inplace_grad and not torch.compiler.is_compiling(),
+    )[0]
+
+
+def _reduce(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    if reduction == "mean_batch":
+        return losses.mean()
+    if reduction == "mean":
+        return (losses / target_lengths.clamp(min=1)).mean()
+    return losses.sum() / target_lengths.sum().clamp(min=1)
+
+
+def _with_dense_rows(logits: Tensor) -> Tensor:
+    return logits if logits.shape[3] == 1 or logits.stride(3) == 1 else logits.contiguous()
+
+
+def _check_writable(logits: Tensor) -> None:
+    """Every element at an address of its own, rows dense: what writing in place needs."""
+    extent = 1
+    for size, stride in sorted(zip(logits.shape, logits.stride()), key=lambda dim: dim[1]):
+        if size > 1 and stride < extent:
+            raise ValueError(
+                f"inplace_grad needs logits whose elements do not share memory, got strides {logits.stride()} "
+                f"for shape {tuple(logits.shape)}"
+            )
+        extent += (size - 1) * stride
+    if logits.shape[3] > 1 and logits.stride(3) != 1:
+        raise ValueError(
+            f"inplace_grad needs logits that are contiguous in the last dimension, got strides {logits.stride()}"
+        )
