@@ -15,7 +15,7 @@ from conftest import (
     peak_extra_bytes,
     same_bits,
 )
-from known_values import DURATIONS_0_1, loss_of_durations_0_1, loss_without_labels
+from known_values import DURATIONS_0_1, loss_of_durations_0_1, loss_of_durations_1, loss_without_labels
 
 
 def zero_batch(**arguments):
@@ -28,16 +28,6 @@ def assert_same_bits(outcome, expected, samples=slice(None)):
 
 
 # Exact values
-
-
-@pytest.mark.parametrize(
-    "T, U, V, sigma, value", [(5, 2, 7, 0.05, 8.187791), (4, 4, 7, 0.0, inf), (9, 8, 3, 0.0, None)]
-)
-def test_exact_value_of_durations_1(kernel, device, T, U, V, sigma, value):
-    closed_form = T * (log(V) + sigma) - log(comb(T - 1, U)) if U <= T - 1 else inf
-    losses = loss_and_grads(kernel, zero_batch(T=T, U=U, V=V, durations=(1,), sigma=sigma, device=device)).losses
-    assert losses.item() == pytest.approx(loss_of_durations_0_1(T, U, V, sigma), rel=1e-6)
-    assert value is None or closed_form == pytest.approx(value, abs=5e-7)
 
 
 @pytest.mark.kernels_ci

@@ -183,6 +183,16 @@ def test_peak_memory_without_grad(kernel):
     assert peak_extra_bytes(evaluate, "cuda") <= 60 * batch.valid.numel() + MIB
 
 
+def test_no_memory_from_outside_the_allocator_of_torch(kernel):
+    batch = make_batch(B=4, T=100, U=40, V=2049, durations=(0, 1, 2, 3, 4), dtype=torch.bfloat16, device="cuda")
+    loss_and_grads(kernel, batch, "joint")  # loads the kernels' code
+    before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    for _ in range(3):
+        loss_and_grads(kernel, batch, "joint")
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() == before
+
+
 def test_memory_comes_back(kernel):
     batch = training_batch()
     loss_and_grads(kernel, batch)

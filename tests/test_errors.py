@@ -45,6 +45,11 @@ SEPARATE = {
         ValueError,
         ("duration_logits", "(2, 5, 4, 2)"),
     ),
+    "duration_logits on another device": (
+        {"duration_logits": lambda z: z.to("meta")},
+        ValueError,
+        ("duration_logits", "meta"),
+    ),
     "duration_logits not a tensor": ({"duration_logits": lambda z: None}, TypeError, ("duration_logits", "NoneType")),
 }
 SHARED = {
@@ -186,7 +191,7 @@ def test_inplace_grad_needs_logits_it_can_overwrite(kernel, device):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("moved", ["token_logits", "duration_logits"])
-def test_logits_on_two_devices(kernel, moved):
+def test_logits_on_the_gpu_and_the_host(kernel, moved):
     arguments = arguments_of(make_batch(B=2, device="cuda"), "separate")
     arguments[moved] = arguments[moved].cpu()
     assert_raises(kernel, arguments, ValueError, ("duration_logits", "cuda", "cpu"))

@@ -357,7 +357,7 @@ def run(command: list[str], output: Path, cwd: Path, label: str, verbose: bool) 
     )
     if done.returncode != 0:
         partial.unlink(missing_ok=True)
-        raise BuildError(f"{label} does not compile:\n{done.stdout}")
+        raise BuildError(f"{label.strip()} failed:\n{done.stdout}")
     os.replace(partial, output)
     # One write, since several compilers run at a time.
     sys.stdout.write(f"{label}  {time.monotonic() - start:.1f} s\n{done.stdout}")

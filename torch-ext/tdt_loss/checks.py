@@ -4,8 +4,10 @@ Shapes, dtypes and devices are always checked. Values (lengths, labels) are chec
 CPU; on a GPU only with ``TDT_LOSS_CHECK=1`` in the environment, because reading them back would stall the stream.
 """
 
+import operator
 import os
-from typing import List, Optional, Sequence, Union
+from collections.abc import Sequence
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ def check_reduction(reduction: str) -> None:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
 
 
-def check_durations(durations: Union[Sequence[int], Tensor]) -> List[int]:
+def check_durations(durations: Union[Sequence[int], Tensor]) -> list[int]:
     """The durations as a list of ints."""
     if isinstance(durations, Tensor):
         if not _is_integer(durations.dtype):
@@ -35,7 +37,7 @@ def check_durations(durations: Union[Sequence[int], Tensor]) -> List[int]:
     except TypeError:
         raise TypeError(f"durations must be a sequence of integers or an integer tensor, got {durations!r}") from None
     for duration in durations:
-        if isinstance(duration, bool) or not hasattr(duration, "__index__"):
+        if isinstance(duration, bool) or not (isinstance(duration, int) or hasattr(duration, "__index__")):
             raise TypeError(f"durations must hold integers, got {duration!r} in {durations}")
         if duration < 0:
             raise ValueError(f"durations must not be negative, got {duration} in {durations}")
@@ -47,7 +49,7 @@ def check_durations(durations: Union[Sequence[int], Tensor]) -> List[int]:
         raise ValueError(
             f"durations must hold at least one positive value, got {durations}: no frame could ever be consumed"
         )
-    return [int(duration) for duration in durations]
+    return [d if isinstance(d, int) else operator.index(d) for d in durations]
 
 
 def check_logits(name: str, logits: Tensor) -> None:

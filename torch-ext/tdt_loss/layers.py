@@ -1,8 +1,8 @@
 """The loss as a layer, for the ``kernels`` layer mapping."""
 
-from typing import Sequence, Union
+from collections.abc import Sequence
+from typing import Union
 
-import torch
 from torch import Tensor, nn
 
 from .loss import tdt_loss

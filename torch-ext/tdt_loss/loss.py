@@ -1,6 +1,7 @@
 """The TDT loss as functions."""
 
-from typing import Optional, Sequence, Union
+from collections.abc import Sequence
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
