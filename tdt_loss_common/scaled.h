@@ -61,7 +61,7 @@ TDT_HD double with_high_word(double x, int high) {
 }
 
 // 2^x for x <= 0; below the normal range it is exactly 0, by an exponent field of 0.
-TDT_HD double pow2_or_zero(int x) { return with_high_word(0.0, ((x > -1023 ? x : -1023) + 1023) << 20); }
+TDT_HD double pow2_or_zero(int x) { return with_high_word(0.0, (x > -1023 ? x : -1023) * (1 << 20) + (1023 << 20)); }
 
 TDT_HD Scaled operator*(Scaled a, Scaled b) { return {a.m * b.m, a.e + b.e}; }
 
@@ -70,13 +70,23 @@ TDT_HD Scaled operator+(Scaled a, Scaled b) {
   return {a.m * pow2_or_zero(a.e - e) + b.m * pow2_or_zero(b.e - e), e};
 }
 
+// The sum of n terms, each aligned to the largest exponent at once instead of pair by pair.
+template <int n>
+TDT_HD Scaled sum_of(const Scaled (&term)[n]) {
+  int e = term[0].e;
+  for (int i = 1; i < n; ++i) e = term[i].e > e ? term[i].e : e;
+  double part[2] = {0.0, 0.0};
+  for (int i = 0; i < n; ++i) part[i % 2] += term[i].m * pow2_or_zero(term[i].e - e);
+  return {part[0] + part[1], e};
+}
+
 // m into [1, 2), so that mantissas never drift out of a double's range; zeros get their canonical exponent.
 TDT_HD Scaled normalized(Scaled a) {
-  const int high = high_word(a.m);
-  const int shift = (high >> 20) - 1023;  // the sign bit is 0, for NaN as well unless the input carried it
-  if (a.m != a.m) return {a.m, 0};
-  if (a.m == 0.0 || a.e + shift < kMinNodeExp) return scaled_zero();
-  return {with_high_word(a.m, high - (shift << 20)), a.e + shift};
+  constexpr int kFraction = (1 << 20) - 1, kNanField = 0x7ff;
+  const int high = high_word(a.m), field = high >> 20 & kNanField;
+  const int e = a.e + field - 1023;
+  if (field == 0 || e < kMinNodeExp) return scaled_zero();
+  return {with_high_word(a.m, field == kNanField ? high : (high & kFraction) | 1023 << 20), field == kNanField ? 0 : e};
 }
 
 // exp(x) of a log-probability x (natural logarithm). Below kMinLogWeight it counts as zero.

@@ -16,52 +16,56 @@
 //   - [v = blank] G_blank - [v = y_{u+1}] G_label                              (8) d loss / d z_i = softmax(z)_i G -
 //   G_i                                                                      (9)
 //
-// Work: a warp is a block and owns a strip of 32 columns u of one sample in one direction. Lane j handles the frame n -
-// j at step n, so the wavefront t + u = const moves through the strip and what a lane needs of its left neighbour is
-// what that lane made one step ago: one shuffle. No barrier, no limit on U. A strip hands its last column on through
-// global memory, kChunk frames at a time, and the next strip follows at that distance. beta is the same march in
-// mirrored coordinates (T-1-t, U-u).
+// Work: a block owns a strip of 32 columns u of one sample in one direction. Lane j of its first warp handles frame n -
+// j at step n, so the wavefront t + u = const moves through the strip, and what a lane needs of its left neighbour is
+// what that lane made one step ago: one shuffle. The other warps, kHelpers of them, keep that march fed and emptied:
+// while it works on one chunk of kChunk steps they turn the records of the next into weights and store the results of
+// the last, one barrier a chunk. A strip hands its last column on through global memory and the next strip follows at a
+// distance. beta is the same march in mirrored coordinates (T-1-t, U-u). No limit on U.
 //
 // Numbers are Scaled (scaled.h), exact to double precision however long the path; alpha and beta are stored as float64
-// logarithms. Records are copied to shared memory kDepth - 1 steps ahead, since their addresses do not depend on the
-// recursion; a lane reads only what it copied itself.
-//
-// Durations up to kRing keep their pending values in registers, one per duration value. All other arcs ("far": longer
-// ones, and second columns of a duration that occurs twice) read alpha and beta back from global memory, written steps
-// ago.
-#include <cuda_pipeline.h>
-
-#include "launch.cuh"
+// logarithms.
+#include "recursion.cuh"
 
 namespace tdt {
 namespace cuda {
 namespace {
 
-constexpr int kDepth = 4;  // records in flight per lane, the current one included
-constexpr int kChunk = 8;  // frames a strip hands on at a time
+constexpr int kChunk = 8;    // steps between barriers
+constexpr int kHelpers = 4;  // warps beside the one that marches
+constexpr int kHelperThreads = kHelpers * kWarp;
 
-// The value of a strip's last column at one frame, on its way to the next strip.
-struct alignas(16) Handover {
-  Scaled value;
-};
-
-template <typename Acc>
-struct LatticeParams {
-  Batch batch;
-  Durations durations;
-  int n_far;
-  int far[kMaxDurations];  // indices i of the far arcs
-  int column[9];           // ring position d -> its index i, or -1; kRing + 1 are used
-  const Acc* node_lp;
-  LatticeOutput<Acc> out;
-  bool store;  // alpha and beta are wanted
-  int strips, directions;
-  int* ticket;         // null with one strip
-  int* progress;       // frames handed on, (strips, directions, B)
-  Handover* handover;  // (strips, directions, B, max_T)
-};
+constexpr int kShortRing = 4, kLongRing = 8;
 
 enum Direction { kBackward = 0, kForward = 1 };
+
+// What the warps of a block exchange for one chunk; there are two, used in turn. Indexed [..][step of the chunk][lane].
+template <int kRing>
+struct Stage {
+  static constexpr int kWeights = kRing + 3;  // blank, label, ring
+  double weight_m[kWeights][kChunk][kWarp];
+  int weight_e[kWeights][kChunk][kWarp];
+  double value_m[kChunk][kWarp];  // alpha or beta
+  int value_e[kChunk][kWarp];
+  Scaled edge_in[kChunk];   // what enters the strip's first column
+  Scaled edge_out[kChunk];  // what leaves its last one
+
+  __device__ __forceinline__ void put(int k, int step, int lane, Scaled x) {
+    weight_m[k][step][lane] = x.m;
+    weight_e[k][step][lane] = x.e;
+  }
+  __device__ __forceinline__ Scaled get(int k, int step, int lane) const {
+    return {weight_m[k][step][lane], weight_e[k][step][lane]};
+  }
+  __device__ __forceinline__ NodeWeights<kRing> weights(int step, int lane) const {
+    NodeWeights<kRing> w;
+    w.blank = get(0, step, lane);
+    w.label = get(1, step, lane);
+#pragma unroll
+    for (int d = 0; d <= kRing; ++d) w.ring[d] = get(2 + d, step, lane);
+    return w;
+  }
+};
 
 __device__ __forceinline__ void publish(int* p, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
@@ -75,9 +79,6 @@ __device__ __forceinline__ int acquire(const int* p) {
 __device__ __forceinline__ Scaled shuffle_up(Scaled x) {
   return {__shfl_up_sync(kFullMask, x.m, 1), __shfl_up_sync(kFullMask, x.e, 1)};
 }
-__device__ __forceinline__ Scaled shuffle_from(Scaled x, int lane) {
-  return {__shfl_sync(kFullMask, x.m, lane), __shfl_sync(kFullMask, x.e, lane)};
-}
 
 // Natural logarithm of a node's value, as precise as the records it was made of.
 __device__ __forceinline__ double node_log(Scaled x, float) {
@@ -85,234 +86,156 @@ __device__ __forceinline__ double node_log(Scaled x, float) {
 }
 __device__ __forceinline__ double node_log(Scaled x, double) { return log_of(x); }
 
-// A stored alpha or beta as a number again.
-__device__ __forceinline__ Scaled from_log(double x) {
-  if (!(x >= kMinNodeExp * kLn2)) return {x != x ? x : 0.0, kZeroExp};
-  const double whole = rint(x * kLog2e);
-  return {exp2(fma(x, kLog2e, -whole)), static_cast<int>(whole)};
-}
-
-// The records of a lane's column, kDepth of them in shared memory: quads of 16 bytes, [slot][quad][lane].
-template <typename Acc>
-class RecordPipe {
+template <typename Acc, int kRing, bool kFar, Direction direction>
+class Strip {
  public:
-  static constexpr int kPerQuad = 16 / sizeof(Acc);
-
-  __device__ RecordPipe(char* shared, int record) : base_(shared + threadIdx.x * 16), quads_(record / kPerQuad) {}
-
-  __device__ void prefetch(int step, const Acc* record) {
-    if (record) {
-      for (int q = 0; q < quads_; ++q) __pipeline_memcpy_async(quad(step, q), record + q * kPerQuad, 16);
-    }
-    __pipeline_commit();
-  }
-  __device__ void wait() const { __pipeline_wait_prior(kDepth - 1); }
-
-  __device__ Acc field(int step, int i) const {
-    return reinterpret_cast<const Acc*>(quad(step, i / kPerQuad))[i % kPerQuad];
+  __device__ Strip(const LatticeParams<Acc>& p, const Extent& extent, int b, int strip, Stage<kRing>* stages)
+      : p_(p), extent_(extent), b_(b), strip_(strip), stages_(stages) {
+    const int64_t chains = static_cast<int64_t>(p.directions) * p.batch.B;
+    chain_ = strip * chains + direction * p.batch.B + b;
+    chain_before_ = chain_ - chains;
+    const int columns = extent.U + 1 - strip * kWarp;  // of this strip and those after it
+    steps_ = extent.T + min(kWarp, columns) - 1;
+    hands_on_ = columns > kWarp;
+    stored_ = direction == kForward ? p.out.alpha : p.out.beta;
   }
 
- private:
-  __device__ char* quad(int step, int q) const { return base_ + (step % kDepth * quads_ + q) * kWarp * 16; }
+  __device__ void run() {
+    const bool marches = threadIdx.x < kWarp;
+    const int lane = threadIdx.x % kWarp, helper = static_cast<int>(threadIdx.x) - kWarp;
+    const int chunks = (steps_ + kChunk - 1) / kChunk;
+    const Column<Acc> own = column(lane);
+    std::conditional_t<direction == kForward, Forward<Acc, kRing, kFar>, Backward<Acc, kRing, kFar>> recursion(own);
+    Scaled out = scaled_zero();
 
-  char* base_;
-  int quads_;
-};
-
-// One lane's place: its column and the sample.
-template <typename Acc>
-struct Column {
-  const LatticeParams<Acc>& p;
-  Extent extent;
-  int b, u;
-
-  __device__ const Acc* record(int t, int u_at) const {
-    return p.node_lp + p.batch.node(b, t, u_at) * record_size(p.batch.D);
-  }
-};
-
-// The weights of the arcs out of one node; ring durations in registers, the others asked for one by one.
-template <typename Acc, int kRing>
-struct NodeWeights {
-  Scaled blank, label, ring[kRing + 1];
-
-  __device__ __forceinline__ NodeWeights(const LatticeParams<Acc>& p, const RecordPipe<Acc>& pipe, int step)
-      : blank(scaled_exp(pipe.field(step, kBlankLp))), label(scaled_exp(pipe.field(step, kLabelLp))) {
-#pragma unroll
-    for (int d = 0; d <= kRing; ++d)
-      ring[d] = p.column[d] < 0 ? scaled_zero() : scaled_exp(pipe.field(step, kDurLp + p.column[d]));
-  }
-};
-
-// eq. 4. What has been pushed to frames t + 1 ... t + kRing of this column by blanks, and of the next column by labels.
-template <typename Acc, int kRing>
-class Forward {
- public:
-  __device__ __forceinline__ explicit Forward(const Column<Acc>& column) : column_(column) {
-#pragma unroll
-    for (int d = 0; d < kRing; ++d) own_[d] = next_[d] = scaled_zero();
-    if (column.u == 0) own_[0] = scaled_one();  // alpha(0, 0)
-  }
-
-  // Visits node (t, u). `in`: labels that arrive from column u - 1. Returns those that leave for column u + 1 at this
-  // frame.
-  __device__ __forceinline__ Scaled visit(int t, Scaled in, const NodeWeights<Acc, kRing>& w, const RecordPipe<Acc>&,
-                                          int, Scaled* here) {
-    Scaled alpha = own_[0] + in;
-    for (int k = 0; k < column_.p.n_far; ++k) alpha = alpha + far(t, column_.p.far[k]);
-    alpha = normalized(alpha);
-    *here = alpha;
-    const Scaled blank = alpha * w.blank, label = alpha * w.label;
-    const Scaled out = next_[0] + label * w.ring[0];
-#pragma unroll
-    for (int d = 1; d < kRing; ++d) {
-      own_[d - 1] = own_[d] + blank * w.ring[d];
-      next_[d - 1] = next_[d] + label * w.ring[d];
-    }
-    own_[kRing - 1] = blank * w.ring[kRing];
-    next_[kRing - 1] = label * w.ring[kRing];
-    return out;
-  }
-
- private:
-  // Arc i into (t, u), from the alpha stored d_i frames ago.
-  __device__ __forceinline__ Scaled far(int t, int i) const {
-    const auto& [p, extent, b, u] = column_;
-    const int d = p.durations.d[i], source = t - d;
-    Scaled sum = scaled_zero();
-    if (source < 0) return sum;
-    if (d > 0) sum = sum + from_log(__ldcg(p.out.alpha + p.batch.node(b, source, u))) * weight(source, u, kBlankLp, i);
-    if (u > 0)
-      sum = sum + from_log(__ldcg(p.out.alpha + p.batch.node(b, source, u - 1))) * weight(source, u - 1, kLabelLp, i);
-    return sum;
-  }
-  __device__ __forceinline__ Scaled weight(int t, int u, RecordField token, int i) const {
-    const Acc* record = column_.record(t, u);
-    return scaled_exp(record[token]) * scaled_exp(record[kDurLp + i]);
-  }
-
-  const Column<Acc>& column_;
-  Scaled own_[kRing], next_[kRing];
-};
-
-// eq. 5. The beta of frames t + 1 ... t + kRing in this column, and of t ... t + kRing in column u + 1.
-template <typename Acc, int kRing>
-class Backward {
- public:
-  __device__ __forceinline__ explicit Backward(const Column<Acc>& column) : column_(column) {
-#pragma unroll
-    for (int d = 0; d <= kRing; ++d) own_[d] = next_[d] = scaled_zero();
-    if (column.u == column.extent.U) own_[1] = scaled_one();  // the exit: frame T of column U, for blanks alone
-  }
-
-  // Visits node (t, u). `in`: beta(t, u + 1). Returns beta(t, u).
-  __device__ __forceinline__ Scaled visit(int t, Scaled in, const NodeWeights<Acc, kRing>& w,
-                                          const RecordPipe<Acc>& pipe, int step, Scaled* here) {
-    next_[0] = in;
-    // Terms whose weight is 0 stay in the sum: 0 * NaN carries a NaN of any node on to (0, 0).
-    Scaled beta = w.ring[0] * (w.label * next_[0]);
-#pragma unroll
-    for (int d = 1; d <= kRing; ++d) beta = beta + w.ring[d] * (w.blank * own_[d] + w.label * next_[d]);
-    for (int k = 0; k < column_.p.n_far; ++k) beta = beta + far(t, column_.p.far[k], w, pipe, step);
-    beta = normalized(beta);
-#pragma unroll
-    for (int d = kRing; d > 1; --d) own_[d] = own_[d - 1];
-    own_[1] = beta;
-#pragma unroll
-    for (int d = kRing; d > 0; --d) next_[d] = next_[d - 1];
-    *here = beta;
-    return beta;
-  }
-
- private:
-  // Arc i out of (t, u), to the beta stored d_i frames ago or to the exit.
-  __device__ __forceinline__ Scaled far(int t, int i, const NodeWeights<Acc, kRing>& w, const RecordPipe<Acc>& pipe,
-                                        int step) const {
-    const auto& [p, extent, b, u] = column_;
-    const int d = p.durations.d[i], left = extent.T - t;
-    Scaled onward = scaled_zero();
-    if (d > 0 && d < left) onward = w.blank * from_log(__ldcg(p.out.beta + p.batch.node(b, t + d, u)));
-    if (d > 0 && d == left && u == extent.U) onward = w.blank;
-    if (u < extent.U && d < left)
-      onward = onward + w.label * from_log(__ldcg(p.out.beta + p.batch.node(b, t + d, u + 1)));
-    return scaled_exp(pipe.field(step, kDurLp + i)) * onward;
-  }
-
-  const Column<Acc>& column_;
-  Scaled own_[kRing + 1], next_[kRing + 1];
-};
-
-template <typename Acc, int kRing, Direction direction>
-__device__ __forceinline__ void march(const LatticeParams<Acc>& p, const Extent& extent, int b, int strip,
-                                      char* shared) {
-  const int lane = threadIdx.x, columns = extent.U + 1, position = strip * kWarp + lane;
-  const bool has_column = position < columns, hands_on = lane == kWarp - 1 && position + 1 < columns;
-  const Column<Acc> column{p, extent, b, direction == kForward ? position : extent.U - position};
-  const auto frame = [&](int index) { return direction == kForward ? index : extent.T - 1 - index; };
-  const int64_t chain = (static_cast<int64_t>(strip) * p.directions + direction) * p.batch.B + b;
-  const int64_t chain_before = chain - static_cast<int64_t>(p.directions) * p.batch.B;
-  double* stored = direction == kForward ? p.out.alpha : p.out.beta;
-
-  RecordPipe<Acc> pipe(shared, record_size(p.batch.D));
-  const auto prefetch = [&](int step) {
-    const int index = step - lane;
-    pipe.prefetch(step, has_column && index >= 0 && index < extent.T ? column.record(frame(index), column.u) : nullptr);
-  };
-  for (int step = 0; step < kDepth - 1; ++step) prefetch(step);
-
-  std::conditional_t<direction == kForward, Forward<Acc, kRing>, Backward<Acc, kRing>> recursion(column);
-  Scaled out = scaled_zero(),
-         received = scaled_zero();  // received: lane k holds frame (chunk start + k) of the strip before
-  const int steps = extent.T + min(kWarp, columns - strip * kWarp) - 1;
-  for (int step = 0; step < steps; ++step) {
-    prefetch(step + kDepth - 1);
-    pipe.wait();
-    const int index = step - lane;  // frames visited by this lane so far
-
-    Scaled in = shuffle_up(out);
-    if (lane == 0) in = scaled_zero();
-    if (strip > 0 && step < extent.T) {
-      if (step % kChunk == 0) {
-        while (acquire(p.progress + chain_before) < min(step + kChunk, extent.T)) {
-        }
-        const int wanted = step + lane % kChunk;
-        if (wanted < extent.T) {
-          const int4 raw = __ldcg(reinterpret_cast<const int4*>(p.handover + chain_before * p.batch.max_T + wanted));
-          received = {__hiloint2double(raw.y, raw.x), raw.z};
-        }
+    if (!marches) prepare(0, helper);
+    __syncthreads();
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      if (marches) {
+        march(chunk, lane, recursion, own, &out);
+      } else {
+        if (chunk > 0) flush(chunk - 1, helper);
+        if (chunk + 1 < chunks) prepare(chunk + 1, helper);
       }
-      const Scaled first = shuffle_from(received, step % kChunk);
-      if (lane == 0) in = first;
+      __syncthreads();
     }
-    if (p.n_far > 0) __syncwarp();  // what neighbours stored in earlier steps is read below
+    if (!marches) flush(chunks - 1, helper);
+  }
 
-    if (has_column && index >= 0 && index < extent.T) {
-      const int t = frame(index);
-      Scaled here;
-      const NodeWeights<Acc, kRing> weights(p, pipe, step);
-      out = recursion.visit(t, in, weights, pipe, step, &here);
-      if (p.store) stored[p.batch.node(b, t, column.u)] = node_log(here, Acc(0));
-      if (hands_on) {
-        p.handover[chain * p.batch.max_T + index] = {out};
-        if ((index + 1) % kChunk == 0 || index + 1 == extent.T) publish(p.progress + chain, index + 1);
+ private:
+  __device__ __forceinline__ Column<Acc> column(int lane) const {
+    const int position = strip_ * kWarp + lane;
+    return {p_, extent_, b_, direction == kForward ? position : extent_.U - position};
+  }
+  __device__ __forceinline__ int frame(int index) const {
+    return direction == kForward ? index : extent_.T - 1 - index;
+  }
+
+  // The recursion over one chunk, by one warp.
+  template <typename Recursion>
+  __device__ __forceinline__ void march(int chunk, int lane, Recursion& recursion, const Column<Acc>& own,
+                                        Scaled* out) {
+    Stage<kRing>& stage = stages_[chunk % 2];
+#pragma unroll 2
+    for (int step = 0; step < kChunk; ++step) {
+      Scaled in = shuffle_up(*out);
+      const Scaled edge = stage.edge_in[step];
+      if (lane == 0) in = edge;
+      const int t = frame(chunk * kChunk + step - lane);
+      const Scaled value = recursion.visit(t, in, stage.weights(step, lane), out);
+      stage.value_m[step][lane] = value.m;
+      stage.value_e[step][lane] = value.e;
+      if (lane == kWarp - 1) stage.edge_out[step] = *out;
+      if constexpr (kFar) {  // far arcs of the next steps read this
+        if (p_.store && own.has(t)) stored_[p_.batch.node(b_, t, own.u)] = node_log(value, Acc(0));
+        __syncwarp();
       }
+    }
+  }
+
+  // Before a chunk, by the helpers: the weights of its nodes, and what the strip before hands on.
+  __device__ __forceinline__ void prepare(int chunk, int helper) {
+    Stage<kRing>& stage = stages_[chunk % 2];
+    for (int i = helper; i < kChunk * kWarp; i += kHelperThreads) {
+      const int step = i / kWarp, lane = i % kWarp;
+      const Column<Acc> column = this->column(lane);
+      const int t = frame(chunk * kChunk + step - lane);
+      if (column.has(t)) {
+        const Acc* record = column.record(t);
+        stage.put(0, step, lane, scaled_exp(record[kBlankLp]));
+        stage.put(1, step, lane, scaled_exp(record[kLabelLp]));
+#pragma unroll
+        for (int d = 0; d <= kRing; ++d) {
+          const int column_d = p_.column[d];
+          stage.put(2 + d, step, lane, column_d < 0 ? scaled_zero() : scaled_exp(record[kDurLp + column_d]));
+        }
+      } else {
+#pragma unroll
+        for (int k = 0; k < Stage<kRing>::kWeights; ++k) stage.put(k, step, lane, scaled_zero());
+      }
+    }
+    if (helper < kChunk) {
+      const int index = chunk * kChunk + helper;  // the first column is at frame n in step n
+      Scaled edge = scaled_zero();
+      if (strip_ > 0 && index < extent_.T) {
+        while (acquire(p_.progress + chain_before_) <= index) {
+        }
+        const int4 raw = __ldcg(reinterpret_cast<const int4*>(p_.handover + chain_before_ * p_.batch.max_T + index));
+        edge = {__hiloint2double(raw.y, raw.x), raw.z};
+      }
+      stage.edge_in[helper] = edge;
+    }
+  }
+
+  // After a chunk, by the helpers: its results to global memory.
+  __device__ __forceinline__ void flush(int chunk, int helper) {
+    const Stage<kRing>& stage = stages_[chunk % 2];
+    if (hands_on_ && helper < kWarp) {  // first, since another block waits for it
+      const int index = chunk * kChunk + helper - (kWarp - 1);
+      if (helper < kChunk && index >= 0 && index < extent_.T) {
+        p_.handover[chain_ * p_.batch.max_T + index] = stage.edge_out[helper];
+      }
+      __syncwarp();
+      const int done = min((chunk + 1) * kChunk - (kWarp - 1), extent_.T);
+      if (helper == 0 && done > 0) publish(p_.progress + chain_, done);
+    }
+    for (int i = helper; i < kChunk * kWarp; i += kHelperThreads) {
+      const int step = i / kWarp, lane = i % kWarp;
+      const Column<Acc> column = this->column(lane);
+      const int t = frame(chunk * kChunk + step - lane);
+      if (!column.has(t)) continue;
+      const Scaled value{stage.value_m[step][lane], stage.value_e[step][lane]};
+      if (p_.store && !kFar) stored_[p_.batch.node(b_, t, column.u)] = node_log(value, Acc(0));
       if (direction == kBackward && column.u == 0 && t == 0) {  // eq. 6
-        const double ll = log_of(here);
-        p.out.ll[b] = ll;
-        p.out.losses[b] = static_cast<Acc>(loss_of(ll, p.out.zero_infinity));
+        const double ll = log_of(value);
+        p_.out.ll[b_] = ll;
+        p_.out.losses[b_] = static_cast<Acc>(loss_of(ll, p_.out.zero_infinity));
       }
     }
   }
-}
 
-template <typename Acc, int kRing>
-__global__ void __launch_bounds__(kWarp) lattice_kernel(const __grid_constant__ LatticeParams<Acc> p) {
+  const LatticeParams<Acc>& p_;
+  const Extent extent_;
+  const int b_, strip_;
+  Stage<kRing>* const stages_;
+  int64_t chain_, chain_before_;  // this strip's and the one's before in progress and handover
+  int steps_;
+  bool hands_on_;
+  double* stored_;
+};
+
+template <typename Acc, int kRing, bool kFar>
+__global__ void __launch_bounds__(kWarp + kHelperThreads) lattice_kernel(const __grid_constant__ LatticeParams<Acc> p) {
   extern __shared__ __align__(16) char shared[];
+  auto* stages = reinterpret_cast<Stage<kRing>*>(shared);
   // Tickets, not block indices: a strip waits for the one before it, which has then certainly started.
   unsigned ticket = blockIdx.x;
   if (p.ticket) {
-    if (threadIdx.x == 0) ticket = atomicAdd(reinterpret_cast<unsigned*>(p.ticket), 1u);
-    ticket = __shfl_sync(kFullMask, ticket, 0);
+    auto* drawn = reinterpret_cast<unsigned*>(shared);
+    if (threadIdx.x == 0) *drawn = atomicAdd(reinterpret_cast<unsigned*>(p.ticket), 1u);
+    __syncthreads();
+    ticket = *drawn;
+    __syncthreads();
   }
   const unsigned lattices = static_cast<unsigned>(p.batch.B) * p.directions;
   const int strip = ticket / lattices, direction = ticket % lattices / p.batch.B, b = ticket % p.batch.B;
@@ -320,8 +243,8 @@ __global__ void __launch_bounds__(kWarp) lattice_kernel(const __grid_constant__ 
   if (strip * kWarp > extent.U) return;
 
   bool bad_label = false;
-  for (int u = threadIdx.x; u < extent.U; u += kWarp) bad_label = bad_label || p.batch.label(b, u) < 0;
-  const bool malformed = !extent.ok || __any_sync(kFullMask, bad_label);
+  for (int u = threadIdx.x; u < extent.U; u += blockDim.x) bad_label = bad_label || p.batch.label(b, u) < 0;
+  const bool malformed = __syncthreads_or(bad_label || !extent.ok);
   if (malformed || extent.T == 0) {
     if (strip == 0 && direction == kBackward && threadIdx.x == 0) {
       p.out.ll[b] = malformed ? kMalformed : -static_cast<double>(INFINITY);
@@ -330,15 +253,15 @@ __global__ void __launch_bounds__(kWarp) lattice_kernel(const __grid_constant__ 
     return;
   }
   if (direction == kForward) {
-    march<Acc, kRing, kForward>(p, extent, b, strip, shared);
+    Strip<Acc, kRing, kFar, kForward>(p, extent, b, strip, stages).run();
   } else {
-    march<Acc, kRing, kBackward>(p, extent, b, strip, shared);
+    Strip<Acc, kRing, kFar, kBackward>(p, extent, b, strip, stages).run();
   }
 }
 
-// Sorts the durations into those of the ring, by value, and the far ones.
+// Sorts the durations into those of the ring, by value, and the far ones. Returns whether none is far.
 template <typename Acc>
-void assign_arcs(LatticeParams<Acc>& p, int ring) {
+bool assign_arcs(LatticeParams<Acc>& p, int ring) {
   for (int d = 0; d <= ring; ++d) p.column[d] = -1;
   p.n_far = 0;
   for (int i = 0; i < p.durations.n; ++i) {
@@ -349,19 +272,16 @@ void assign_arcs(LatticeParams<Acc>& p, int ring) {
       p.far[p.n_far++] = i;
     }
   }
+  return p.n_far == 0;
 }
 
-template <typename Acc, int kRing>
-void launch_lattice(const LatticeParams<Acc>& params, cudaStream_t stream) {
-  LatticeParams<Acc> p = params;
-  assign_arcs(p, kRing);
-  const size_t shared = static_cast<size_t>(kDepth) * record_size(p.batch.D) * sizeof(Acc) * kWarp;
-  if (shared > 48 * 1024) {
-    STD_CUDA_CHECK(cudaFuncSetAttribute(lattice_kernel<Acc, kRing>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(shared)));
-  }
+template <typename Acc, int kRing, bool kFar>
+void launch_lattice(const LatticeParams<Acc>& p, cudaStream_t stream) {
+  constexpr int kShared = 2 * sizeof(Stage<kRing>);
+  STD_CUDA_CHECK(
+      cudaFuncSetAttribute(lattice_kernel<Acc, kRing, kFar>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
   const unsigned blocks = static_cast<unsigned>(p.batch.B) * p.directions * p.strips;
-  lattice_kernel<Acc, kRing><<<blocks, kWarp, shared, stream>>>(p);
+  lattice_kernel<Acc, kRing, kFar><<<blocks, kWarp + kHelperThreads, kShared, stream>>>(p);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -381,13 +301,11 @@ void Cuda::lattice(const Tensor& like, const Batch& batch, const Durations& dura
   p.store = out.alpha != nullptr;
   p.directions = p.store ? 2 : 1;
   p.strips = (batch.max_U1 + cuda::kWarp - 1) / cuda::kWarp;
-  int longest = 0;
-  for (int i = 0; i < durations.n; ++i) longest = std::max(longest, durations.d[i]);
 
-  // Far arcs read beta back even when no gradient is wanted. How many are far depends on the ring; 8 is the largest.
+  // Far arcs read beta back even when no gradient is wanted.
+  const bool far = !cuda::assign_arcs(p, cuda::kShortRing) && !cuda::assign_arcs(p, cuda::kLongRing);
   OptionalTensor beta;
-  cuda::assign_arcs(p, 4);
-  if (!p.store && p.n_far > 0) {
+  if (far && !p.store) {
     beta = zeros_on(like, {batch.nodes()}, ScalarType::Double);
     p.out.beta = static_cast<double*>(beta->mutable_data_ptr());
     p.store = true;
@@ -399,12 +317,13 @@ void Cuda::lattice(const Tensor& like, const Batch& batch, const Durations& dura
     handover = empty_on(like, {chains * batch.max_T * 2}, ScalarType::Double);
     p.ticket = static_cast<int*>(counters->mutable_data_ptr());
     p.progress = p.ticket + 1;
-    p.handover = static_cast<cuda::Handover*>(handover->mutable_data_ptr());
+    p.handover = static_cast<Scaled*>(handover->mutable_data_ptr());
   }
-  if (longest <= 4) {
-    cuda::launch_lattice<Acc, 4>(p, scope.stream());
+  if (cuda::assign_arcs(p, cuda::kShortRing)) {
+    cuda::launch_lattice<Acc, cuda::kShortRing, false>(p, scope.stream());
   } else {
-    cuda::launch_lattice<Acc, 8>(p, scope.stream());
+    cuda::assign_arcs(p, cuda::kLongRing);
+    cuda::launch_lattice<Acc, cuda::kLongRing, true>(p, scope.stream());
   }
 }
 

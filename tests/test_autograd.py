@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import assert_grads_match, loss_and_grads, make_batch, peak_extra_bytes, same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
@@ -117,6 +118,30 @@ def test_saves_nothing_under_no_grad(kernel, device):
     batch = make_batch(B=2, T=20, U=10, V=301, device=device)
     with torch.no_grad():
         assert saved_bytes(lambda: kernel.tdt_loss(batch.token_logits.requires_grad_(), *batch.args[1:])) == 0
+
+
+class RecordLoss(TorchDispatchMode):
+    """Keeps what the op `loss` returned."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.name().endswith("::loss"):
+            self.losses, self.node_lp, self.ll, self.alpha_beta = result
+        return result
+
+
+def test_no_beta_unless_a_gradient_is_wanted(kernel, device, api):
+    batch = make_batch(B=2, device=device)
+    function, args = (kernel.tdt_loss, batch.args) if api == "separate" else (kernel.tdt_loss_joint, batch.joint_args)
+    with RecordLoss() as frozen:
+        function(*args)
+    args[0].requires_grad_()
+    with RecordLoss() as trained:
+        function(*args)
+    with RecordLoss() as evaluated, torch.no_grad():
+        function(*args)
+    assert trained.alpha_beta.shape == (2, *batch.valid.shape)
+    assert frozen.alpha_beta.numel() == evaluated.alpha_beta.numel() == 0
 
 
 @pytest.mark.kernels_ci

@@ -1,0 +1,160 @@
+// One lane's part of the lattice: eq. 4 forward and eq. 5 backward for one column u, frame after frame (equations:
+// lattice.cu).
+//
+// Durations up to kRing live in registers, one slot per duration value: pending arrivals forward, past betas backward.
+// All other arcs ("far": longer ones, and further columns of a duration that occurs more than once) read what was
+// stored in global memory. Both recursions use the weights of the node that they visit and no other's.
+//
+// Where a node does not exist (a frame outside the sample, a column beyond U) all its weights are 0, and so is what it
+// passes on: the march needs no branches.
+#pragma once
+
+#include "launch.cuh"
+
+namespace tdt::cuda {
+
+template <typename Acc>
+struct LatticeParams {
+  Batch batch;
+  Durations durations;
+  int n_far;
+  int far[kMaxDurations];  // indices i of the far arcs
+  int column[9];           // duration d of the ring -> its index i, or -1; kRing + 1 are used
+  const Acc* node_lp;
+  LatticeOutput<Acc> out;
+  bool store;  // alpha and beta are wanted
+  int strips, directions;
+  int* ticket;       // null with one strip
+  int* progress;     // frames handed on, (strips, directions, B)
+  Scaled* handover;  // (strips, directions, B, max_T)
+};
+
+// One column of one sample.
+template <typename Acc>
+struct Column {
+  const LatticeParams<Acc>& p;
+  Extent extent;
+  int b, u;
+
+  __device__ bool has(int t) const { return u >= 0 && u <= extent.U && t >= 0 && t < extent.T; }
+  __device__ const Acc* record(int t) const { return p.node_lp + p.batch.node(b, t, u) * record_size(p.batch.D); }
+  __device__ Column left() const { return {p, extent, b, u - 1}; }
+};
+
+// The weights of the arcs out of one node: the token, and each duration of the ring.
+template <int kRing>
+struct NodeWeights {
+  Scaled blank, label, ring[kRing + 1];
+};
+
+// A stored alpha or beta as a number again.
+__device__ __forceinline__ Scaled from_log(double x) {
+  if (!(x >= kMinNodeExp * kLn2)) return {x != x ? x : 0.0, kZeroExp};
+  const double whole = rint(x * kLog2e);
+  return {exp2(fma(x, kLog2e, -whole)), static_cast<int>(whole)};
+}
+
+// eq. 4. Slot k of `own_`: what blanks have pushed to frame t + k of this column; of `next_`: labels, to the next
+// column.
+template <typename Acc, int kRing, bool kFar>
+class Forward {
+ public:
+  __device__ __forceinline__ explicit Forward(const Column<Acc>& column) : column_(column) {
+#pragma unroll
+    for (int d = 0; d < kRing; ++d) own_[d] = next_[d] = scaled_zero();
+    if (column.u == 0) own_[0] = scaled_one();  // alpha(0, 0)
+  }
+
+  // Visits node (t, u) and returns its alpha. `in`: labels that arrive from column u - 1; `out`: those that leave for
+  // column u + 1 and arrive at frame t.
+  __device__ __forceinline__ Scaled visit(int t, Scaled in, const NodeWeights<kRing>& w, Scaled* out) {
+    Scaled alpha = own_[0] + in;
+    if constexpr (kFar) {
+      for (int k = 0; k < column_.p.n_far; ++k) alpha = alpha + far(t, column_.p.far[k]);
+    }
+    alpha = normalized(alpha);
+    const Scaled blank = alpha * w.blank, label = alpha * w.label;
+    *out = next_[0] + label * w.ring[0];
+#pragma unroll
+    for (int d = 1; d < kRing; ++d) {
+      own_[d - 1] = own_[d] + blank * w.ring[d];
+      next_[d - 1] = next_[d] + label * w.ring[d];
+    }
+    own_[kRing - 1] = blank * w.ring[kRing];
+    next_[kRing - 1] = label * w.ring[kRing];
+    return alpha;
+  }
+
+ private:
+  // Arcs of duration i into (t, u), from the alpha stored d_i frames ago.
+  __device__ __forceinline__ Scaled far(int t, int i) const {
+    const int d = column_.p.durations.d[i];
+    if (!column_.has(t) || d > t) return scaled_zero();
+    Scaled sum = scaled_zero();
+    if (d > 0) sum = sum + from(column_, t - d, i, kBlankLp);
+    if (column_.u > 0) sum = sum + from(column_.left(), t - d, i, kLabelLp);
+    return sum;
+  }
+  __device__ __forceinline__ static Scaled from(const Column<Acc>& source, int t, int i, RecordField token) {
+    const Acc* record = source.record(t);
+    const double alpha = __ldcg(source.p.out.alpha + source.p.batch.node(source.b, t, source.u));
+    return from_log(alpha) * (scaled_exp(record[token]) * scaled_exp(record[kDurLp + i]));
+  }
+
+  const Column<Acc>& column_;
+  Scaled own_[kRing], next_[kRing];
+};
+
+// eq. 5. Slot d of `own_`: beta(t + d, u); of `next_`: beta(t + d, u + 1).
+template <typename Acc, int kRing, bool kFar>
+class Backward {
+ public:
+  __device__ __forceinline__ explicit Backward(const Column<Acc>& column) : column_(column) {
+#pragma unroll
+    for (int d = 0; d <= kRing; ++d) own_[d] = next_[d] = scaled_zero();
+    if (column.u == column.extent.U) own_[1] = scaled_one();  // the exit: frame T of column U, for blanks alone
+  }
+
+  // Visits node (t, u) and returns its beta, which is also what column u - 1 needs. `in`: beta(t, u + 1).
+  __device__ __forceinline__ Scaled visit(int t, Scaled in, const NodeWeights<kRing>& w, Scaled* out) {
+    next_[0] = in;
+    // Terms whose weight is 0 stay in the sum: 0 * NaN carries a NaN of any node on to (0, 0).
+    Scaled by_blank[kRing], by_label[kRing + 1];
+#pragma unroll
+    for (int d = 0; d <= kRing; ++d) {
+      if (d > 0) by_blank[d - 1] = w.ring[d] * own_[d];
+      by_label[d] = w.ring[d] * next_[d];
+    }
+    Scaled beta = w.blank * sum_of(by_blank) + w.label * sum_of(by_label);
+    if constexpr (kFar) {
+      for (int k = 0; k < column_.p.n_far; ++k) beta = beta + far(t, column_.p.far[k], w);
+    }
+    beta = normalized(beta);
+#pragma unroll
+    for (int d = kRing; d > 1; --d) own_[d] = own_[d - 1];
+    own_[1] = beta;
+#pragma unroll
+    for (int d = kRing; d > 0; --d) next_[d] = next_[d - 1];
+    *out = beta;
+    return beta;
+  }
+
+ private:
+  // Arcs of duration i out of (t, u), to the beta stored d_i frames ago or to the exit.
+  __device__ __forceinline__ Scaled far(int t, int i, const NodeWeights<kRing>& w) const {
+    const auto& [p, extent, b, u] = column_;
+    const int d = p.durations.d[i], left = extent.T - t;
+    if (!column_.has(t)) return scaled_zero();
+    Scaled onward = scaled_zero();
+    if (d > 0 && d < left) onward = w.blank * from_log(__ldcg(p.out.beta + p.batch.node(b, t + d, u)));
+    if (d > 0 && d == left && u == extent.U) onward = w.blank;
+    if (u < extent.U && d < left)
+      onward = onward + w.label * from_log(__ldcg(p.out.beta + p.batch.node(b, t + d, u + 1)));
+    return scaled_exp(column_.record(t)[kDurLp + i]) * onward;
+  }
+
+  const Column<Acc>& column_;
+  Scaled own_[kRing + 1], next_[kRing + 1];
+};
+
+}  // namespace tdt::cuda
