@@ -69,7 +69,9 @@ inline Batch batch_of(const Tensor& logits, const Tensor& targets, const Tensor&
           static_cast<int>(D),
           index_view(targets, 2, "targets"),
           index_view(logit_lengths, 1, "logit_lengths"),
-          index_view(target_lengths, 1, "target_lengths")};
+          index_view(target_lengths, 1, "target_lengths"),
+          Divider::of(std::max<int>(1, static_cast<int>(logits.size(1)))),
+          Divider::of(std::max<int>(1, static_cast<int>(logits.size(2))))};
 }
 
 // Tokens of a logits tensor: all columns, or for joint logits all but the last D.

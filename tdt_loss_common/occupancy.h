@@ -5,18 +5,6 @@
 
 namespace tdt {
 
-struct Node {
-  int b, t, u;
-};
-
-// A flat node index (node_lp's first three dimensions) back to (b, t, u). 32-bit: there are fewer than 2^31 nodes.
-TDT_HD Node node_at(const Batch& batch, uint32_t node) {
-  const uint32_t frame = node / static_cast<uint32_t>(batch.max_U1);
-  const uint32_t b = frame / static_cast<uint32_t>(batch.max_T);
-  return {static_cast<int>(b), static_cast<int>(frame - b * batch.max_T),
-          static_cast<int>(node - frame * batch.max_U1)};
-}
-
 template <typename Acc>
 struct ArcPair {
   Acc blank, label;

@@ -31,7 +31,7 @@ void Cpu::log_probs(const Tensor&, const Batch& batch, const LogitRows<S>& logit
   torch::stable::parallel_for(0, batch.nodes(), kGrain, [&](int64_t begin, int64_t end) {
     std::vector<Acc> buffer;
     for (int64_t node = begin; node < end; ++node) {
-      const auto [b, t, u] = node_at(batch, node);
+      const auto [b, t, u] = batch.node_at(node);
       const Extent extent = batch.extent(b);
       Acc* record = node_lp + node * R;
       std::fill(record, record + R, Acc(0));
@@ -60,7 +60,7 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const Durations& durations
   torch::stable::parallel_for(0, batch.nodes(), kGrain, [&](int64_t begin, int64_t end) {
     std::vector<Acc> buffer, result(batch.V), G_i(batch.D);
     for (int64_t node = begin; node < end; ++node) {
-      const Node at = node_at(batch, node);
+      const Node at = batch.node_at(node);
       const auto [b, t, u] = at;
       const Extent extent = batch.extent(b);
       const double ll = saved.ll[b];

@@ -14,8 +14,9 @@ namespace cuda {
 namespace {
 
 constexpr int kRowsPerBlock = 8;    // rows of one warp each
-constexpr int kLongWarps = 8;       // warps of a long row
-constexpr int kLongRow = 320 * 16;  // bytes from which a row gets kLongWarps
+constexpr int kLongWarps = 8;       // warps of a long row where rows are few
+constexpr int kLongRow = 320 * 16;  // bytes
+constexpr int kEnoughRows = 8192;   // with as many rows a warp each fills the GPU, whatever their length
 constexpr int kUnroll = 4;          // vectors a thread has in flight
 
 template <int kWarps>
@@ -26,6 +27,11 @@ template <int kWarps>
 constexpr int block_threads() {
   return block_rows<kWarps>() * kWarps * kWarp;
 }
+// Blocks per multiprocessor to compile for: 32 warps, which leaves 64 registers a thread. float64 needs more.
+template <typename S>
+constexpr int min_blocks() {
+  return sizeof(S) == 8 ? 2 : 4;
+}
 
 // log(sum of exp) over a row by its kWarps * 32 threads; every thread gets it.
 template <typename S, int kWarps>
@@ -34,23 +40,21 @@ __device__ accumulate_t<S> row_logsumexp(const S* x, int n, int thread) {
   constexpr int kThreads = kWarps * kWarp, kSize = Vector<S>::kSize;
   const RowSplit<S> split(x, n);
   LogSumExp<Acc> lse;
-  if (thread < split.head) lse.add({widen(x[thread])});
+  const Acc ends[2] = {thread < split.head ? widen(x[thread]) : negative_infinity<Acc>(),
+                       thread < n - split.tail ? widen(x[split.tail + thread]) : negative_infinity<Acc>()};
   for (int i = thread; i < split.vectors; i += kThreads * kUnroll) {
     Vector<S> loaded[kUnroll];
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
+      loaded[k] = Vector<S>::of(negative_infinity<Acc>());
       if (i + k * kThreads < split.vectors) loaded[k] = Vector<S>::load(x + split.head + (i + k * kThreads) * kSize);
     }
+    Acc values[kUnroll * kSize];
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      if (i + k * kThreads < split.vectors) {
-        Acc values[kSize];
-        loaded[k].unpack(values);
-        lse.add(values);
-      }
-    }
+    for (int j = 0; j < kUnroll * kSize; ++j) values[j] = loaded[j / kSize].at(j % kSize);
+    lse.add(values);
   }
-  if (thread < n - split.tail) lse.add({widen(x[split.tail + thread])});
+  lse.add(ends);
 
   lse.merge_warp();
   if constexpr (kWarps > 1) {
@@ -61,20 +65,25 @@ __device__ accumulate_t<S> row_logsumexp(const S* x, int n, int thread) {
     }
     __syncthreads();
     lse = LogSumExp<Acc>();
-    for (int w = 0; w < kWarps; ++w) lse.merge(max[w], sum[w]);
+    const int lane = thread % kWarp;
+    if (lane < kWarps) {
+      lse.max = max[lane];
+      lse.sum = sum[lane];
+    }
+    lse.merge_warp();
   }
   return lse.value();
 }
 
 template <typename S, int kWarps>
-__global__ void __launch_bounds__(block_threads<kWarps>())
+__global__ void __launch_bounds__(block_threads<kWarps>(), min_blocks<S>())
     log_probs_kernel(const __grid_constant__ Batch batch, const __grid_constant__ LogitRows<S> logits,
                      accumulate_t<S>* node_lp, int blank, accumulate_t<S> sigma) {
   using Acc = accumulate_t<S>;
   const int thread = threadIdx.x % (kWarps * kWarp);
   const int64_t node = static_cast<int64_t>(blockIdx.x) * block_rows<kWarps>() + threadIdx.x / (kWarps * kWarp);
   if (node >= batch.nodes()) return;
-  const auto [b, t, u] = node_at(batch, static_cast<uint32_t>(node));
+  const auto [b, t, u] = batch.node_at(node);
   const Extent extent = batch.extent(b);
   const int R = record_size(batch.D);
   Acc* record = node_lp + node * R;
@@ -116,40 +125,35 @@ template <typename S, int kWarps>
 __device__ void fill_row(S* out, int n, S value, int thread) {
   constexpr int kThreads = kWarps * kWarp, kSize = Vector<S>::kSize;
   const RowSplit<S> split(out, n);
-  accumulate_t<S> values[kSize];
-#pragma unroll
-  for (int j = 0; j < kSize; ++j) values[j] = widen(value);
-  const Vector<S> filled = Vector<S>::pack(values);
+  const Vector<S> filled = Vector<S>::of(widen(value));
   if (thread < split.head) out[thread] = value;
   for (int i = thread; i < split.vectors; i += kThreads) filled.store(out + split.head + i * kSize);
   if (thread < n - split.tail) out[split.tail + thread] = value;
 }
 
-// eq. 8 as a function of the column: softmax(x)_v * G, less G_blank and G_label at their columns, times the upstream
-// gradient.
+// eq. 8: softmax(x)_v * G, less G_blank and G_label at their columns, times the upstream gradient.
 template <typename Acc>
 struct TokenGradient {
-  Acc lse, scaled_G, scaled_blank, scaled_label;
+  using Exp = Exponential<Acc>;
+  Acc shift, scaled_G, scaled_blank, scaled_label;
   int blank, label;  // label -1: no such column
 
-  __device__ __forceinline__ Acc special(int v) const {
-    return (v == blank ? scaled_blank : Acc(0)) + (v == label ? scaled_label : Acc(0));
-  }
-  __device__ __forceinline__ Acc softmax_part(Acc x) const { return exp_of(x - lse) * scaled_G; }
-  __device__ __forceinline__ Acc operator()(Acc x, int v) const { return softmax_part(x) - special(v); }
+  __device__ __forceinline__ TokenGradient(Acc lse, Acc G_blank, Acc G_label, Acc scale, int blank, int label)
+      : shift(Exp::shift_of(lse)),
+        scaled_G((G_blank + G_label) * scale * Exp::correction(lse, shift)),
+        scaled_blank(G_blank * scale),
+        scaled_label(G_label * scale),
+        blank(blank),
+        label(label) {}
 
-  // Columns v to v + kSize - 1; few vectors hold a special column.
-  template <int kSize>
-  __device__ __forceinline__ void apply(Acc (&x)[kSize], int v) const {
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) x[j] = softmax_part(x[j]);
-    if (static_cast<unsigned>(blank - v) < kSize || static_cast<unsigned>(label - v) < kSize) {
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) x[j] -= special(v + j);
-    }
+  __device__ __forceinline__ Acc softmax_part(Acc x) const { return Exp::at(x, shift) * scaled_G; }
+  __device__ __forceinline__ Acc operator()(Acc x, int v) const {
+    return softmax_part(x) - (v == blank ? scaled_blank : Acc(0)) - (v == label ? scaled_label : Acc(0));
   }
 };
 
+// The row's softmax part by vectors; the columns of blank and label are then written again by the thread that wrote
+// them before, which keeps every test for them out of the loop. `out` may be `x`.
 template <typename S, int kWarps>
 __device__ void gradient_row(const S* x, S* out, int n, const TokenGradient<accumulate_t<S>>& gradient, int thread) {
   constexpr int kThreads = kWarps * kWarp, kSize = Vector<S>::kSize;
@@ -158,7 +162,13 @@ __device__ void gradient_row(const S* x, S* out, int n, const TokenGradient<accu
     for (int v = thread; v < n; v += kThreads) out[v] = narrow<S>(gradient(widen(x[v]), v));
     return;
   }
-  if (thread < split.head) out[thread] = narrow<S>(gradient(widen(x[thread]), thread));
+  const bool owns_blank = split.owner(gradient.blank, kThreads) == thread;
+  const bool owns_label = gradient.label >= 0 && split.owner(gradient.label, kThreads) == thread;
+  S at_blank{}, at_label{};
+  if (owns_blank) at_blank = x[gradient.blank];
+  if (owns_label) at_label = x[gradient.label];
+
+  if (thread < split.head) out[thread] = narrow<S>(gradient.softmax_part(widen(x[thread])));
   for (int i = thread; i < split.vectors; i += kThreads * kUnroll) {
     Vector<S> loaded[kUnroll];
 #pragma unroll
@@ -168,22 +178,22 @@ __device__ void gradient_row(const S* x, S* out, int n, const TokenGradient<accu
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       if (i + k * kThreads < split.vectors) {
-        const int v = split.head + (i + k * kThreads) * kSize;
         accumulate_t<S> values[kSize];
-        loaded[k].unpack(values);
-        gradient.apply(values, v);
-        Vector<S>::pack(values).store(out + v);
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) values[j] = gradient.softmax_part(loaded[k].at(j));
+        Vector<S>::pack(values).store(out + split.head + (i + k * kThreads) * kSize);
       }
     }
   }
   if (thread < n - split.tail) {
-    const int v = split.tail + thread;
-    out[v] = narrow<S>(gradient(widen(x[v]), v));
+    out[split.tail + thread] = narrow<S>(gradient.softmax_part(widen(x[split.tail + thread])));
   }
+  if (owns_blank) out[gradient.blank] = narrow<S>(gradient(widen(at_blank), gradient.blank));
+  if (owns_label) out[gradient.label] = narrow<S>(gradient(widen(at_label), gradient.label));
 }
 
 template <typename S, int kWarps>
-__global__ void __launch_bounds__(block_threads<kWarps>())
+__global__ void __launch_bounds__(block_threads<kWarps>(), min_blocks<S>())
     gradient_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Durations durations,
                     const __grid_constant__ LogitRows<S> logits, const __grid_constant__ LogitRows<S> grad,
                     const __grid_constant__ Saved<accumulate_t<S>> saved, int blank) {
@@ -191,7 +201,7 @@ __global__ void __launch_bounds__(block_threads<kWarps>())
   const int thread = threadIdx.x % (kWarps * kWarp), lane = thread % kWarp;
   const int64_t node = static_cast<int64_t>(blockIdx.x) * block_rows<kWarps>() + threadIdx.x / (kWarps * kWarp);
   if (node >= batch.nodes()) return;
-  const Node at = node_at(batch, static_cast<uint32_t>(node));
+  const Node at = batch.node_at(node);
   const auto [b, t, u] = at;
   const Extent extent = batch.extent(b);
   const double ll = saved.ll[b];
@@ -226,7 +236,7 @@ __global__ void __launch_bounds__(block_threads<kWarps>())
     fill_row<S, kWarps>(grad_x, batch.V, narrow<S>(nan ? Acc(NAN) : Acc(0)), thread);
   } else {
     const int label = u < extent.U ? batch.label(b, u) : -1;
-    const TokenGradient<Acc> gradient{record[kLse], G * scale, G_blank * scale, G_label * scale, blank, label};
+    const TokenGradient<Acc> gradient(record[kLse], G_blank, G_label, scale, blank, label);
     gradient_row<S, kWarps>(logits.tokens.row(b, t, u), grad_x, batch.V, gradient, thread);
   }
   if (thread >= kWarp) return;
@@ -235,15 +245,15 @@ __global__ void __launch_bounds__(block_threads<kWarps>())
   for (int k = 0; k < 2; ++k) {
     const int i = lane + k * kWarp;
     if (i >= batch.D) continue;
-    const Acc value = G == 0 ? Acc(0) : (exp_of(dur_lp[k]) * G - G_i[k]) * scale;  // eq. 9
+    const Acc value = G == 0 ? Acc(0) : (exp(dur_lp[k]) * G - G_i[k]) * scale;  // eq. 9
     grad_z[i] = narrow<S>(nan ? Acc(NAN) : value);
   }
 }
 
-// Calls f with the number of warps for a row of n elements.
+// Calls f with the number of warps for each row of n elements.
 template <typename S, typename F>
-void with_row_warps(int n, F&& f) {
-  if (static_cast<int64_t>(n) * static_cast<int64_t>(sizeof(S)) < kLongRow) {
+void with_row_warps(const Batch& batch, F&& f) {
+  if (batch.nodes() >= kEnoughRows || batch.V * sizeof(S) < kLongRow) {
     f(std::integral_constant<int, 1>{});
   } else {
     f(std::integral_constant<int, kLongWarps>{});
@@ -258,7 +268,7 @@ template <typename S>
 void Cuda::log_probs(const Tensor& like, const Batch& batch, const LogitRows<S>& logits, accumulate_t<S>* node_lp,
                      int blank, double sigma) {
   const cuda::LaunchScope scope(like);
-  cuda::with_row_warps<S>(batch.V, [&](auto warps) {
+  cuda::with_row_warps<S>(batch, [&](auto warps) {
     constexpr int kWarps = decltype(warps)::value;
     const unsigned blocks = cuda::blocks_for(batch.nodes(), cuda::block_rows<kWarps>());
     cuda::log_probs_kernel<S, kWarps><<<blocks, cuda::block_threads<kWarps>(), 0, scope.stream()>>>(
@@ -272,7 +282,7 @@ template <typename S>
 void Cuda::gradient(const Tensor& like, const Batch& batch, const Durations& durations, const LogitRows<S>& logits,
                     const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved, int blank) {
   const cuda::LaunchScope scope(like);
-  cuda::with_row_warps<S>(batch.V, [&](auto warps) {
+  cuda::with_row_warps<S>(batch, [&](auto warps) {
     constexpr int kWarps = decltype(warps)::value;
     const unsigned blocks = cuda::blocks_for(batch.nodes(), cuda::block_rows<kWarps>());
     cuda::gradient_kernel<S, kWarps>

@@ -32,13 +32,16 @@ struct Vector {
   uint4 bits;
 
   __device__ __forceinline__ static Vector load(const S* p) { return {__ldcs(reinterpret_cast<const uint4*>(p))}; }
+  // `fill` in every place
+  __device__ __forceinline__ static Vector of(accumulate_t<S> fill) {
+    accumulate_t<S> x[kSize];
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) x[j] = fill;
+    return pack(x);
+  }
   __device__ __forceinline__ void store(S* p) const { __stcs(reinterpret_cast<uint4*>(p), bits); }
 
-  __device__ __forceinline__ void unpack(accumulate_t<S> (&x)[kSize]) const {
-    const S* s = reinterpret_cast<const S*>(&bits);
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) x[j] = widen(s[j]);
-  }
+  __device__ __forceinline__ accumulate_t<S> at(int j) const { return widen(reinterpret_cast<const S*>(&bits)[j]); }
   __device__ __forceinline__ static Vector pack(const accumulate_t<S> (&x)[kSize]) {
     Vector v;
     S* s = reinterpret_cast<S*>(&v.bits);
@@ -59,60 +62,23 @@ struct RowSplit {
     vectors = (n - head) / Vector<S>::kSize;
     tail = head + vectors * Vector<S>::kSize;
   }
-};
 
-__device__ __forceinline__ float exp_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * static_cast<float>(kLog2e)));
-  return y;
-}
-__device__ __forceinline__ double exp_of(double x) { return exp(x); }
+  // The one of n threads that handles element v, when threads take head, vectors and tail in turn.
+  __device__ int owner(int v, int threads) const {
+    return v < head ? v : v >= tail ? v - tail : (v - head) / Vector<S>::kSize % threads;
+  }
+};
 
 template <typename Acc>
 __device__ __forceinline__ Acc negative_infinity() {
   return -static_cast<Acc>(INFINITY);
 }
 
-// log(sum of exp) of what it has seen: sum * exp(max). NaN and +inf make the sum NaN.
-template <typename Acc>
-struct LogSumExp {
-  Acc max = negative_infinity<Acc>(), sum = 0;
-
-  // exp(x - max), with 0 for an empty or fully masked set instead of exp(-inf + inf)
-  __device__ __forceinline__ static Acc reference(Acc max) { return max == negative_infinity<Acc>() ? Acc(0) : max; }
-
-  template <int kSize>
-  __device__ __forceinline__ void add(const Acc (&x)[kSize]) {
-    Acc new_max = max;
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) new_max = fmax(new_max, x[j]);
-    const Acc ref = reference(new_max);
-    Acc part[2] = {sum * exp_of(max - ref), Acc(0)};
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) part[j % 2] += exp_of(x[j] - ref);
-    sum = part[0] + part[1];
-    max = new_max;
-  }
-
-  __device__ __forceinline__ void merge(Acc other_max, Acc other_sum) {
-    const Acc new_max = fmax(max, other_max);
-    const Acc ref = reference(new_max);
-    sum = sum * exp_of(max - ref) + other_sum * exp_of(other_max - ref);
-    max = new_max;
-  }
-
-  // Every lane gets the bits of lane 0: a fused multiply-add makes merge(a, b) differ from merge(b, a) in the last one.
-  __device__ __forceinline__ void merge_warp() {
-#pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-      merge(__shfl_down_sync(kFullMask, max, offset), __shfl_down_sync(kFullMask, sum, offset));
-    }
-    max = __shfl_sync(kFullMask, max, 0);
-    sum = __shfl_sync(kFullMask, sum, 0);
-  }
-
-  __device__ __forceinline__ Acc value() const { return reference(max) + log(sum); }
-};
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 template <typename Acc>
 __device__ __forceinline__ Acc warp_sum(Acc x) {
@@ -120,5 +86,78 @@ __device__ __forceinline__ Acc warp_sum(Acc x) {
   for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullMask, x, offset);
   return x;
 }
+
+// exp(x - y) for many x against one y, as exp2(x log2(e) - shift) with shift = y log2(e): one multiply-add and one exp2
+// each. What rounding the shift lost is known exactly and made good once a row. Beyond 2.3e38, where x log2(e)
+// overflows, a logit counts as infinite. In float64 plainly exp(x - y).
+template <typename Acc>
+struct Exponential;
+
+template <>
+struct Exponential<float> {
+  static constexpr float kScale = static_cast<float>(kLog2e);
+  static constexpr float kLn2High = static_cast<float>(kLn2), kLn2Low = static_cast<float>(kLn2 - kLn2High);
+
+  __device__ __forceinline__ static float shift_of(float y) { return y * kScale; }
+  __device__ __forceinline__ static float at(float x, float shift) { return exp2_of(fmaf(x, kScale, -shift)); }
+  __device__ __forceinline__ static float between(float shift, float other) { return exp2_of(shift - other); }
+  // at(x, shift_of(y)) times this is exp(x - y)
+  __device__ __forceinline__ static float correction(float y, float shift) { return exp2_of(-fmaf(y, kScale, -shift)); }
+  // log(sum * exp(y)) for shift_of(y)
+  __device__ __forceinline__ static float log_of(float sum, float shift) {
+    const float high = shift * kLn2High;
+    return high + (fmaf(shift, kLn2High, -high) + shift * kLn2Low + logf(sum));
+  }
+};
+
+template <>
+struct Exponential<double> {
+  __device__ __forceinline__ static double shift_of(double y) { return y; }
+  __device__ __forceinline__ static double at(double x, double shift) { return exp(x - shift); }
+  __device__ __forceinline__ static double between(double shift, double other) { return exp(shift - other); }
+  __device__ __forceinline__ static double correction(double, double) { return 1.0; }
+  __device__ __forceinline__ static double log_of(double sum, double shift) { return shift + log(sum); }
+};
+
+// log(sum of exp) of what it has seen: sum * exp(max). NaN and +inf make the sum NaN.
+template <typename Acc>
+struct LogSumExp {
+  using Exp = Exponential<Acc>;
+  Acc max = negative_infinity<Acc>(), sum = 0;
+
+  // 0 for nothing seen or all of it masked, so that exp(-inf - shift) is 0 and not NaN
+  __device__ __forceinline__ static Acc finite_shift(Acc max) {
+    return max == negative_infinity<Acc>() ? Acc(0) : Exp::shift_of(max);
+  }
+
+  __device__ __forceinline__ void rescale(Acc new_max) {
+    sum *= Exp::between(Exp::shift_of(max), finite_shift(new_max));
+    max = new_max;
+  }
+
+  template <int kSize>
+  __device__ __forceinline__ void add(const Acc (&x)[kSize]) {
+    Acc new_max = max;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) new_max = fmax(new_max, x[j]);
+    rescale(new_max);
+    const Acc shift = finite_shift(new_max);
+    Acc part[2] = {sum, Acc(0)};
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) part[j % 2] += Exp::at(x[j], shift);
+    sum = part[0] + part[1];
+  }
+
+  // Every lane gets the sum over the warp, in the same bits: additions commute, so the butterfly is symmetric.
+  __device__ __forceinline__ void merge_warp() {
+    Acc all = max;
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) all = fmax(all, __shfl_xor_sync(kFullMask, all, offset));
+    rescale(all);
+    sum = warp_sum(sum);
+  }
+
+  __device__ __forceinline__ Acc value() const { return Exp::log_of(sum, finite_shift(max)); }
+};
 
 }  // namespace tdt::cuda
