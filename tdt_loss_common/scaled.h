@@ -85,29 +85,25 @@ TDT_HD Scaled normalized(Scaled a) {
   constexpr int kFraction = (1 << 20) - 1, kNanField = 0x7ff;
   const int high = high_word(a.m), field = high >> 20 & kNanField;
   const int e = a.e + field - 1023;
+  if (field == kNanField) return {a.m, 0};
   if (field == 0 || e < kMinNodeExp) return scaled_zero();
-  return {with_high_word(a.m, field == kNanField ? high : (high & kFraction) | 1023 << 20), field == kNanField ? 0 : e};
+  return {with_high_word(a.m, (high & kFraction) | 1023 << 20), e};
 }
 
 // exp(x) of a log-probability x (natural logarithm). Below kMinLogWeight it counts as zero.
 TDT_HD Scaled scaled_exp(float x) {
   constexpr float kLog2eF = static_cast<float>(kLog2e);
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
+  if (!(x >= static_cast<float>(kMinLogWeight))) return {x != x ? x : 0.0f, kZeroExp};
   const float shifted = fmaf(x, kLog2eF, kRounder);
   const float fraction = fmaf(x, kLog2eF, kRounder - shifted);
 #ifdef __CUDA_ARCH__
-  int e = __float_as_int(shifted) - __float_as_int(kRounder);
   float m;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(m) : "f"(fraction));
+  return {static_cast<double>(m), __float_as_int(shifted) - __float_as_int(kRounder)};
 #else
-  int e = static_cast<int>(shifted - kRounder);
-  float m = std::exp2(fraction);
+  return {static_cast<double>(std::exp2(fraction)), static_cast<int>(shifted - kRounder)};
 #endif
-  if (!(x >= static_cast<float>(kMinLogWeight))) {
-    m = x != x ? x : 0.0f;
-    e = kZeroExp;
-  }
-  return {static_cast<double>(m), e};
 }
 
 TDT_HD Scaled scaled_exp(double x) {

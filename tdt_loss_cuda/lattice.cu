@@ -18,10 +18,11 @@
 //
 // Work: a block owns a strip of 32 columns u of one sample in one direction. Lane j of its first warp handles frame n -
 // j at step n, so the wavefront t + u = const moves through the strip, and what a lane needs of its left neighbour is
-// what that lane made one step ago: one shuffle. The other warps, kHelpers of them, keep that march fed and emptied:
-// while it works on one chunk of kChunk steps they turn the records of the next into weights and store the results of
-// the last, one barrier a chunk. A strip hands its last column on through global memory and the next strip follows at a
-// distance. beta is the same march in mirrored coordinates (T-1-t, U-u). No limit on U.
+// what that lane made one step ago: one shuffle. The march is a chain of dependent steps, so everything else is taken
+// off it: steps come in chunks, and while the first warp works on one chunk, the other warps, one for each of its
+// steps, turn the records of the next into arc weights and store the results of the last. One barrier a chunk. A strip
+// hands its last column on through global memory and the next strip follows at a distance. beta is the same march in
+// mirrored coordinates (T-1-t, U-u). No limit on U.
 //
 // Numbers are Scaled (scaled.h), exact to double precision however long the path; alpha and beta are stored as float64
 // logarithms.
@@ -31,18 +32,22 @@ namespace tdt {
 namespace cuda {
 namespace {
 
-constexpr int kChunk = 8;    // steps between barriers
-constexpr int kHelpers = 4;  // warps beside the one that marches
-constexpr int kHelperThreads = kHelpers * kWarp;
-
 constexpr int kShortRing = 4, kLongRing = 8;
 
 enum Direction { kBackward = 0, kForward = 1 };
 
+// Steps between barriers. With the long ring two stages of 8 would not fit the shared memory of every GPU.
+template <int kRing>
+constexpr int kChunkOf = kRing <= kShortRing ? 8 : 4;
+
+template <int kRing>
+constexpr int kThreadsOf = (1 + kChunkOf<kRing>)*kWarp;
+
 // What the warps of a block exchange for one chunk; there are two, used in turn. Indexed [..][step of the chunk][lane].
 template <int kRing>
 struct Stage {
-  static constexpr int kWeights = kRing + 3;  // blank, label, ring
+  static constexpr int kChunk = kChunkOf<kRing>;
+  static constexpr int kWeights = 2 * kRing + 1;  // blank[d - 1], then label[d]
   double weight_m[kWeights][kChunk][kWarp];
   int weight_e[kWeights][kChunk][kWarp];
   double value_m[kChunk][kWarp];  // alpha or beta
@@ -57,12 +62,12 @@ struct Stage {
   __device__ __forceinline__ Scaled get(int k, int step, int lane) const {
     return {weight_m[k][step][lane], weight_e[k][step][lane]};
   }
-  __device__ __forceinline__ NodeWeights<kRing> weights(int step, int lane) const {
-    NodeWeights<kRing> w;
-    w.blank = get(0, step, lane);
-    w.label = get(1, step, lane);
+  __device__ __forceinline__ ArcWeights<kRing> weights(int step, int lane) const {
+    ArcWeights<kRing> w;
 #pragma unroll
-    for (int d = 0; d <= kRing; ++d) w.ring[d] = get(2 + d, step, lane);
+    for (int d = 0; d < kRing; ++d) w.blank[d] = get(d, step, lane);
+#pragma unroll
+    for (int d = 0; d <= kRing; ++d) w.label[d] = get(kRing + d, step, lane);
     return w;
   }
 };
@@ -101,33 +106,40 @@ class Strip {
   }
 
   __device__ void run() {
-    const bool marches = threadIdx.x < kWarp;
-    const int lane = threadIdx.x % kWarp, helper = static_cast<int>(threadIdx.x) - kWarp;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const int chunks = (steps_ + kChunk - 1) / kChunk;
     const Column<Acc> own = column(lane);
-    std::conditional_t<direction == kForward, Forward<Acc, kRing, kFar>, Backward<Acc, kRing, kFar>> recursion(own);
-    Scaled out = scaled_zero();
-
-    if (!marches) prepare(0, helper);
-    __syncthreads();
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      if (marches) {
-        march(chunk, lane, recursion, own, &out);
-      } else {
-        if (chunk > 0) flush(chunk - 1, helper);
-        if (chunk + 1 < chunks) prepare(chunk + 1, helper);
-      }
+    if (warp == 0) {
+      std::conditional_t<direction == kForward, Forward<Acc, kRing, kFar>, Backward<Acc, kRing, kFar>> recursion(own);
+      Scaled out = scaled_zero();
       __syncthreads();
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        march(chunk, lane, recursion, own, &out);
+        __syncthreads();
+      }
+    } else {
+      const int step = warp - 1;
+      prepare(0, step, lane, own);
+      __syncthreads();
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        if (chunk > 0) flush(chunk - 1, step, lane, own);
+        if (chunk + 1 < chunks) prepare(chunk + 1, step, lane, own);
+        __syncthreads();
+      }
+      flush(chunks - 1, step, lane, own);
     }
-    if (!marches) flush(chunks - 1, helper);
   }
 
  private:
+  static constexpr int kChunk = kChunkOf<kRing>;
+
   __device__ __forceinline__ Column<Acc> column(int lane) const {
     const int position = strip_ * kWarp + lane;
     return {p_, extent_, b_, direction == kForward ? position : extent_.U - position};
   }
-  __device__ __forceinline__ int frame(int index) const {
+  // The frame that a lane visits in a step of a chunk, which may lie outside the sample.
+  __device__ __forceinline__ int frame(int chunk, int step, int lane) const {
+    const int index = chunk * kChunk + step - lane;
     return direction == kForward ? index : extent_.T - 1 - index;
   }
 
@@ -141,7 +153,7 @@ class Strip {
       Scaled in = shuffle_up(*out);
       const Scaled edge = stage.edge_in[step];
       if (lane == 0) in = edge;
-      const int t = frame(chunk * kChunk + step - lane);
+      const int t = frame(chunk, step, lane);
       const Scaled value = recursion.visit(t, in, stage.weights(step, lane), out);
       stage.value_m[step][lane] = value.m;
       stage.value_e[step][lane] = value.e;
@@ -153,29 +165,23 @@ class Strip {
     }
   }
 
-  // Before a chunk, by the helpers: the weights of its nodes, and what the strip before hands on.
-  __device__ __forceinline__ void prepare(int chunk, int helper) {
+  // Before a chunk, by the warp of each step: the weights of its nodes, and what the strip before hands on.
+  __device__ __forceinline__ void prepare(int chunk, int step, int lane, const Column<Acc>& column) {
     Stage<kRing>& stage = stages_[chunk % 2];
-    for (int i = helper; i < kChunk * kWarp; i += kHelperThreads) {
-      const int step = i / kWarp, lane = i % kWarp;
-      const Column<Acc> column = this->column(lane);
-      const int t = frame(chunk * kChunk + step - lane);
-      if (column.has(t)) {
-        const Acc* record = column.record(t);
-        stage.put(0, step, lane, scaled_exp(record[kBlankLp]));
-        stage.put(1, step, lane, scaled_exp(record[kLabelLp]));
+    const int t = frame(chunk, step, lane);
+    const bool exists = column.has(t);
+    const Acc* record = exists ? column.record(t) : p_.node_lp;
+    const auto weight = [&](Acc log_prob) { return exists ? scaled_exp(log_prob) : scaled_zero(); };
+    const Scaled blank = weight(record[kBlankLp]), label = weight(record[kLabelLp]);
 #pragma unroll
-        for (int d = 0; d <= kRing; ++d) {
-          const int column_d = p_.column[d];
-          stage.put(2 + d, step, lane, column_d < 0 ? scaled_zero() : scaled_exp(record[kDurLp + column_d]));
-        }
-      } else {
-#pragma unroll
-        for (int k = 0; k < Stage<kRing>::kWeights; ++k) stage.put(k, step, lane, scaled_zero());
-      }
+    for (int d = 0; d <= kRing; ++d) {
+      const int i = p_.column[d];
+      const Scaled duration = i < 0 ? scaled_zero() : weight(record[kDurLp + i]);
+      if (d > 0) stage.put(d - 1, step, lane, blank * duration);
+      stage.put(kRing + d, step, lane, label * duration);
     }
-    if (helper < kChunk) {
-      const int index = chunk * kChunk + helper;  // the first column is at frame n in step n
+    if (step == 0 && lane < kChunk) {
+      const int index = chunk * kChunk + lane;  // the first column is at frame n in step n
       Scaled edge = scaled_zero();
       if (strip_ > 0 && index < extent_.T) {
         while (acquire(p_.progress + chain_before_) <= index) {
@@ -183,34 +189,30 @@ class Strip {
         const int4 raw = __ldcg(reinterpret_cast<const int4*>(p_.handover + chain_before_ * p_.batch.max_T + index));
         edge = {__hiloint2double(raw.y, raw.x), raw.z};
       }
-      stage.edge_in[helper] = edge;
+      stage.edge_in[lane] = edge;
     }
   }
 
-  // After a chunk, by the helpers: its results to global memory.
-  __device__ __forceinline__ void flush(int chunk, int helper) {
+  // After a chunk, by the warp of each step: its results to global memory.
+  __device__ __forceinline__ void flush(int chunk, int step, int lane, const Column<Acc>& column) {
     const Stage<kRing>& stage = stages_[chunk % 2];
-    if (hands_on_ && helper < kWarp) {  // first, since another block waits for it
-      const int index = chunk * kChunk + helper - (kWarp - 1);
-      if (helper < kChunk && index >= 0 && index < extent_.T) {
-        p_.handover[chain_ * p_.batch.max_T + index] = stage.edge_out[helper];
+    if (hands_on_ && step == 0) {  // first, since another block waits for it
+      const int index = chunk * kChunk + lane - (kWarp - 1);
+      if (lane < kChunk && index >= 0 && index < extent_.T) {
+        p_.handover[chain_ * p_.batch.max_T + index] = stage.edge_out[lane];
       }
       __syncwarp();
       const int done = min((chunk + 1) * kChunk - (kWarp - 1), extent_.T);
-      if (helper == 0 && done > 0) publish(p_.progress + chain_, done);
+      if (lane == 0 && done > 0) publish(p_.progress + chain_, done);
     }
-    for (int i = helper; i < kChunk * kWarp; i += kHelperThreads) {
-      const int step = i / kWarp, lane = i % kWarp;
-      const Column<Acc> column = this->column(lane);
-      const int t = frame(chunk * kChunk + step - lane);
-      if (!column.has(t)) continue;
-      const Scaled value{stage.value_m[step][lane], stage.value_e[step][lane]};
-      if (p_.store && !kFar) stored_[p_.batch.node(b_, t, column.u)] = node_log(value, Acc(0));
-      if (direction == kBackward && column.u == 0 && t == 0) {  // eq. 6
-        const double ll = log_of(value);
-        p_.out.ll[b_] = ll;
-        p_.out.losses[b_] = static_cast<Acc>(loss_of(ll, p_.out.zero_infinity));
-      }
+    const int t = frame(chunk, step, lane);
+    if (!column.has(t)) return;
+    const Scaled value{stage.value_m[step][lane], stage.value_e[step][lane]};
+    if (p_.store && !kFar) stored_[p_.batch.node(b_, t, column.u)] = node_log(value, Acc(0));
+    if (direction == kBackward && column.u == 0 && t == 0) {  // eq. 6
+      const double ll = log_of(value);
+      p_.out.ll[b_] = ll;
+      p_.out.losses[b_] = static_cast<Acc>(loss_of(ll, p_.out.zero_infinity));
     }
   }
 
@@ -225,7 +227,7 @@ class Strip {
 };
 
 template <typename Acc, int kRing, bool kFar>
-__global__ void __launch_bounds__(kWarp + kHelperThreads) lattice_kernel(const __grid_constant__ LatticeParams<Acc> p) {
+__global__ void __launch_bounds__(kThreadsOf<kRing>) lattice_kernel(const __grid_constant__ LatticeParams<Acc> p) {
   extern __shared__ __align__(16) char shared[];
   auto* stages = reinterpret_cast<Stage<kRing>*>(shared);
   // Tickets, not block indices: a strip waits for the one before it, which has then certainly started.
@@ -281,7 +283,7 @@ void launch_lattice(const LatticeParams<Acc>& p, cudaStream_t stream) {
   STD_CUDA_CHECK(
       cudaFuncSetAttribute(lattice_kernel<Acc, kRing, kFar>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
   const unsigned blocks = static_cast<unsigned>(p.batch.B) * p.directions * p.strips;
-  lattice_kernel<Acc, kRing, kFar><<<blocks, kWarp + kHelperThreads, kShared, stream>>>(p);
+  lattice_kernel<Acc, kRing, kFar><<<blocks, kThreadsOf<kRing>, kShared, stream>>>(p);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -134,19 +134,10 @@ __device__ void fill_row(S* out, int n, S value, int thread) {
 // eq. 8: softmax(x)_v * G, less G_blank and G_label at their columns, times the upstream gradient.
 template <typename Acc>
 struct TokenGradient {
-  using Exp = Exponential<Acc>;
-  Acc shift, scaled_G, scaled_blank, scaled_label;
+  Acc lse, scaled_G, scaled_blank, scaled_label;
   int blank, label;  // label -1: no such column
 
-  __device__ __forceinline__ TokenGradient(Acc lse, Acc G_blank, Acc G_label, Acc scale, int blank, int label)
-      : shift(Exp::shift_of(lse)),
-        scaled_G((G_blank + G_label) * scale * Exp::correction(lse, shift)),
-        scaled_blank(G_blank * scale),
-        scaled_label(G_label * scale),
-        blank(blank),
-        label(label) {}
-
-  __device__ __forceinline__ Acc softmax_part(Acc x) const { return Exp::at(x, shift) * scaled_G; }
+  __device__ __forceinline__ Acc softmax_part(Acc x) const { return exp_of(x - lse) * scaled_G; }
   __device__ __forceinline__ Acc operator()(Acc x, int v) const {
     return softmax_part(x) - (v == blank ? scaled_blank : Acc(0)) - (v == label ? scaled_label : Acc(0));
   }
@@ -236,7 +227,7 @@ __global__ void __launch_bounds__(block_threads<kWarps>(), min_blocks<S>())
     fill_row<S, kWarps>(grad_x, batch.V, narrow<S>(nan ? Acc(NAN) : Acc(0)), thread);
   } else {
     const int label = u < extent.U ? batch.label(b, u) : -1;
-    const TokenGradient<Acc> gradient(record[kLse], G_blank, G_label, scale, blank, label);
+    const TokenGradient<Acc> gradient{record[kLse], G * scale, G_blank * scale, G_label * scale, blank, label};
     gradient_row<S, kWarps>(logits.tokens.row(b, t, u), grad_x, batch.V, gradient, thread);
   }
   if (thread >= kWarp) return;

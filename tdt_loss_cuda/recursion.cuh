@@ -41,10 +41,10 @@ struct Column {
   __device__ Column left() const { return {p, extent, b, u - 1}; }
 };
 
-// The weights of the arcs out of one node: the token, and each duration of the ring.
+// The weights of the ring's arcs out of one node: blank[d - 1] and label[d] for duration d.
 template <int kRing>
-struct NodeWeights {
-  Scaled blank, label, ring[kRing + 1];
+struct ArcWeights {
+  Scaled blank[kRing], label[kRing + 1];
 };
 
 // A stored alpha or beta as a number again.
@@ -67,21 +67,20 @@ class Forward {
 
   // Visits node (t, u) and returns its alpha. `in`: labels that arrive from column u - 1; `out`: those that leave for
   // column u + 1 and arrive at frame t.
-  __device__ __forceinline__ Scaled visit(int t, Scaled in, const NodeWeights<kRing>& w, Scaled* out) {
+  __device__ __forceinline__ Scaled visit(int t, Scaled in, const ArcWeights<kRing>& w, Scaled* out) {
     Scaled alpha = own_[0] + in;
     if constexpr (kFar) {
       for (int k = 0; k < column_.p.n_far; ++k) alpha = alpha + far(t, column_.p.far[k]);
     }
     alpha = normalized(alpha);
-    const Scaled blank = alpha * w.blank, label = alpha * w.label;
-    *out = next_[0] + label * w.ring[0];
+    *out = next_[0] + alpha * w.label[0];
 #pragma unroll
     for (int d = 1; d < kRing; ++d) {
-      own_[d - 1] = own_[d] + blank * w.ring[d];
-      next_[d - 1] = next_[d] + label * w.ring[d];
+      own_[d - 1] = own_[d] + alpha * w.blank[d - 1];
+      next_[d - 1] = next_[d] + alpha * w.label[d];
     }
-    own_[kRing - 1] = blank * w.ring[kRing];
-    next_[kRing - 1] = label * w.ring[kRing];
+    own_[kRing - 1] = alpha * w.blank[kRing - 1];
+    next_[kRing - 1] = alpha * w.label[kRing];
     return alpha;
   }
 
@@ -105,7 +104,8 @@ class Forward {
   Scaled own_[kRing], next_[kRing];
 };
 
-// eq. 5. Slot d of `own_`: beta(t + d, u); of `next_`: beta(t + d, u + 1).
+// eq. 5. Slot d of `own_`: beta(t + d, u); of `next_`: beta(t + d, u + 1). Slots 0 are not used: beta(t, u) is being
+// made, beta(t, u + 1) just comes in.
 template <typename Acc, int kRing, bool kFar>
 class Backward {
  public:
@@ -116,41 +116,47 @@ class Backward {
   }
 
   // Visits node (t, u) and returns its beta, which is also what column u - 1 needs. `in`: beta(t, u + 1).
-  __device__ __forceinline__ Scaled visit(int t, Scaled in, const NodeWeights<kRing>& w, Scaled* out) {
-    next_[0] = in;
-    // Terms whose weight is 0 stay in the sum: 0 * NaN carries a NaN of any node on to (0, 0).
-    Scaled by_blank[kRing], by_label[kRing + 1];
+  __device__ __forceinline__ Scaled visit(int t, Scaled in, const ArcWeights<kRing>& w, Scaled* out) {
+    // Terms whose weight is 0 stay in the sum: 0 * NaN carries a NaN of any node on to (0, 0). The terms that the last
+    // step made are added last: the rest does not wait for them.
+    Scaled rest[2 * kRing - 1];
+    rest[0] = w.label[1] * next_[1];
 #pragma unroll
-    for (int d = 0; d <= kRing; ++d) {
-      if (d > 0) by_blank[d - 1] = w.ring[d] * own_[d];
-      by_label[d] = w.ring[d] * next_[d];
+    for (int d = 2; d <= kRing; ++d) {
+      rest[2 * d - 3] = w.blank[d - 1] * own_[d];
+      rest[2 * d - 2] = w.label[d] * next_[d];
     }
-    Scaled beta = w.blank * sum_of(by_blank) + w.label * sum_of(by_label);
+    const Scaled last[3] = {sum_of(rest), w.blank[0] * own_[1], w.label[0] * in};
+    Scaled beta = sum_of(last);
     if constexpr (kFar) {
-      for (int k = 0; k < column_.p.n_far; ++k) beta = beta + far(t, column_.p.far[k], w);
+      for (int k = 0; k < column_.p.n_far; ++k) beta = beta + far(t, column_.p.far[k]);
     }
     beta = normalized(beta);
 #pragma unroll
     for (int d = kRing; d > 1; --d) own_[d] = own_[d - 1];
     own_[1] = beta;
 #pragma unroll
-    for (int d = kRing; d > 0; --d) next_[d] = next_[d - 1];
+    for (int d = kRing; d > 1; --d) next_[d] = next_[d - 1];
+    next_[1] = in;
     *out = beta;
     return beta;
   }
 
  private:
   // Arcs of duration i out of (t, u), to the beta stored d_i frames ago or to the exit.
-  __device__ __forceinline__ Scaled far(int t, int i, const NodeWeights<kRing>& w) const {
+  __device__ __forceinline__ Scaled far(int t, int i) const {
     const auto& [p, extent, b, u] = column_;
     const int d = p.durations.d[i], left = extent.T - t;
     if (!column_.has(t)) return scaled_zero();
+    const Acc* record = column_.record(t);
+    const Scaled blank = scaled_exp(record[kBlankLp]), label = scaled_exp(record[kLabelLp]);
     Scaled onward = scaled_zero();
-    if (d > 0 && d < left) onward = w.blank * from_log(__ldcg(p.out.beta + p.batch.node(b, t + d, u)));
-    if (d > 0 && d == left && u == extent.U) onward = w.blank;
-    if (u < extent.U && d < left)
-      onward = onward + w.label * from_log(__ldcg(p.out.beta + p.batch.node(b, t + d, u + 1)));
-    return scaled_exp(column_.record(t)[kDurLp + i]) * onward;
+    if (d > 0 && d < left) onward = blank * from_log(__ldcg(p.out.beta + p.batch.node(b, t + d, u)));
+    if (d > 0 && d == left && u == extent.U) onward = blank;
+    if (u < extent.U && d < left) {
+      onward = onward + label * from_log(__ldcg(p.out.beta + p.batch.node(b, t + d, u + 1)));
+    }
+    return scaled_exp(record[kDurLp + i]) * onward;
   }
 
   const Column<Acc>& column_;

@@ -74,11 +74,12 @@ __device__ __forceinline__ Acc negative_infinity() {
   return -static_cast<Acc>(INFINITY);
 }
 
-__device__ __forceinline__ float exp2_of(float x) {
+__device__ __forceinline__ float exp_of(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * static_cast<float>(kLog2e)));
   return y;
 }
+__device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
 template <typename Acc>
 __device__ __forceinline__ Acc warp_sum(Acc x) {
@@ -87,51 +88,16 @@ __device__ __forceinline__ Acc warp_sum(Acc x) {
   return x;
 }
 
-// exp(x - y) for many x against one y, as exp2(x log2(e) - shift) with shift = y log2(e): one multiply-add and one exp2
-// each. What rounding the shift lost is known exactly and made good once a row. Beyond 2.3e38, where x log2(e)
-// overflows, a logit counts as infinite. In float64 plainly exp(x - y).
-template <typename Acc>
-struct Exponential;
-
-template <>
-struct Exponential<float> {
-  static constexpr float kScale = static_cast<float>(kLog2e);
-  static constexpr float kLn2High = static_cast<float>(kLn2), kLn2Low = static_cast<float>(kLn2 - kLn2High);
-
-  __device__ __forceinline__ static float shift_of(float y) { return y * kScale; }
-  __device__ __forceinline__ static float at(float x, float shift) { return exp2_of(fmaf(x, kScale, -shift)); }
-  __device__ __forceinline__ static float between(float shift, float other) { return exp2_of(shift - other); }
-  // at(x, shift_of(y)) times this is exp(x - y)
-  __device__ __forceinline__ static float correction(float y, float shift) { return exp2_of(-fmaf(y, kScale, -shift)); }
-  // log(sum * exp(y)) for shift_of(y)
-  __device__ __forceinline__ static float log_of(float sum, float shift) {
-    const float high = shift * kLn2High;
-    return high + (fmaf(shift, kLn2High, -high) + shift * kLn2Low + logf(sum));
-  }
-};
-
-template <>
-struct Exponential<double> {
-  __device__ __forceinline__ static double shift_of(double y) { return y; }
-  __device__ __forceinline__ static double at(double x, double shift) { return exp(x - shift); }
-  __device__ __forceinline__ static double between(double shift, double other) { return exp(shift - other); }
-  __device__ __forceinline__ static double correction(double, double) { return 1.0; }
-  __device__ __forceinline__ static double log_of(double sum, double shift) { return shift + log(sum); }
-};
-
 // log(sum of exp) of what it has seen: sum * exp(max). NaN and +inf make the sum NaN.
 template <typename Acc>
 struct LogSumExp {
-  using Exp = Exponential<Acc>;
   Acc max = negative_infinity<Acc>(), sum = 0;
 
-  // 0 for nothing seen or all of it masked, so that exp(-inf - shift) is 0 and not NaN
-  __device__ __forceinline__ static Acc finite_shift(Acc max) {
-    return max == negative_infinity<Acc>() ? Acc(0) : Exp::shift_of(max);
-  }
+  // 0 for nothing seen or all of it masked, so that exp(-inf - reference) is 0 and not NaN
+  __device__ __forceinline__ static Acc reference(Acc max) { return max == negative_infinity<Acc>() ? Acc(0) : max; }
 
   __device__ __forceinline__ void rescale(Acc new_max) {
-    sum *= Exp::between(Exp::shift_of(max), finite_shift(new_max));
+    sum *= exp_of(max - reference(new_max));
     max = new_max;
   }
 
@@ -141,10 +107,10 @@ struct LogSumExp {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) new_max = fmax(new_max, x[j]);
     rescale(new_max);
-    const Acc shift = finite_shift(new_max);
+    const Acc ref = reference(new_max);
     Acc part[2] = {sum, Acc(0)};
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) part[j % 2] += Exp::at(x[j], shift);
+    for (int j = 0; j < kSize; ++j) part[j % 2] += exp_of(x[j] - ref);
     sum = part[0] + part[1];
   }
 
@@ -157,7 +123,7 @@ struct LogSumExp {
     sum = warp_sum(sum);
   }
 
-  __device__ __forceinline__ Acc value() const { return Exp::log_of(sum, finite_shift(max)); }
+  __device__ __forceinline__ Acc value() const { return reference(max) + log(sum); }
 };
 
 }  // namespace tdt::cuda
