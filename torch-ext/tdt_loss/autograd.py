@@ -81,6 +81,7 @@ def _setup_loss(ctx, inputs, output) -> None:
     logits, duration_logits, targets, logit_lengths, target_lengths = inputs[:5]
     ctx.blank, ctx.durations, ctx.inplace_grad = inputs[5], inputs[6], inputs[10]
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
     if inputs[9]:
         ctx.save_for_backward(logits, duration_logits, targets, logit_lengths, target_lengths, *output[1:])
 
@@ -115,6 +116,15 @@ def _setup_gradient(ctx, inputs, output) -> None:
 
 def _backward_gradient(ctx, *grads):
     raise RuntimeError(_NO_DOUBLE_BACKWARD)
+
+
+class LossFunction(torch.autograd.Function):
+    """``ops.loss`` with the derivative that is registered for it, for eager mode: the wrapper that torch.library generates
+    does the same and takes longer than the kernels do on a small batch."""
+
+    forward = staticmethod(lambda *args: ops.loss(*args))
+    setup_context = staticmethod(_setup_loss)
+    backward = staticmethod(_backward_loss)
 
 
 torch.library.register_autograd(add_op_namespace_prefix("loss"), _backward_loss, setup_context=_setup_loss)

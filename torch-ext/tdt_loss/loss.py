@@ -6,8 +6,8 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from . import autograd  # noqa: F401  registers fakes and derivatives of the ops
 from ._ops import ops
+from .autograd import LossFunction
 from .checks import Labels, check_duration_logits, check_durations, check_logits, check_reduction, check_vocab
 
 __all__ = ["tdt_loss", "tdt_loss_joint"]
@@ -153,11 +153,11 @@ def _losses(
     need_grad = torch.is_grad_enabled() and (
         logits.requires_grad or (duration_logits is not None and duration_logits.requires_grad)
     )
-    if duration_logits is not None:
-        duration_logits = _with_dense_rows(duration_logits)
-    return ops.loss(
+    compiling = torch.compiler.is_compiling()
+    function = LossFunction.apply if need_grad and not compiling else ops.loss
+    return function(
         _with_dense_rows(logits),
-        duration_logits,
+        None if duration_logits is None else _with_dense_rows(duration_logits),
         labels.targets,
         labels.logit_lengths,
         labels.target_lengths,
@@ -166,7 +166,7 @@ def _losses(
         float(sigma),
         zero_infinity,
         need_grad,
-        inplace_grad and not torch.compiler.is_compiling(),
+        inplace_grad and not compiling,
     )[0]
 
 
