@@ -109,7 +109,7 @@ def build_model(vocabulary: Vocabulary, durations: tuple[int, ...] = (0, 1, 2, 3
         num_hidden_layers=4,
         num_attention_heads=4,
         intermediate_size=576,
-        subsampling_conv_channels=64,
+        subsampling_conv_channels=32,
         dropout=0.0,
         layerdrop=0.0,
         activation_dropout=0.0,
@@ -166,7 +166,7 @@ def train(
     batch: dict[str, torch.Tensor],
     steps: int,
     target_loss: float = 0.0,
-    learning_rate: float = 2e-3,
+    learning_rate: float = 3e-3,
     progress: bool = True,
 ) -> list[float]:
     """Train on one batch until the loss falls below `target_loss`, for at most `steps` steps.
@@ -226,7 +226,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small Parakeet-TDT on five recordings and read them back.")
     parser.add_argument("--steps", type=int, default=300, help="at most so many steps (default: %(default)s)")
     parser.add_argument("--target-loss", type=float, default=0.003, help="stop below this loss (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak of AdamW's (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak of AdamW's (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--speech", type=Path, default=HERE / "speech", help="folder of recordings and transcripts")

@@ -85,9 +85,10 @@ TDT_HD Scaled normalized(Scaled a) {
   constexpr int kFraction = (1 << 20) - 1, kNanField = 0x7ff;
   const int high = high_word(a.m), field = high >> 20 & kNanField;
   const int e = a.e + field - 1023;
-  if (field == kNanField) return {a.m, 0};
-  if (field == 0 || e < kMinNodeExp) return scaled_zero();
-  return {with_high_word(a.m, (high & kFraction) | 1023 << 20), e};
+  // Selections, not branches: this stands on the one chain of dependent operations that the lattice waits for.
+  const bool nan = field == kNanField, zero = !nan && (field == 0 || e < kMinNodeExp);
+  const double m = with_high_word(a.m, nan ? high : (high & kFraction) | 1023 << 20);
+  return {zero ? 0.0 : m, zero ? kZeroExp : nan ? 0 : e};
 }
 
 // exp(x) of a log-probability x (natural logarithm). Below kMinLogWeight it counts as zero.

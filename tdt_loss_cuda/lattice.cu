@@ -21,8 +21,8 @@
 // what that lane made one step ago: one shuffle. The march is a chain of dependent steps, so everything else is taken
 // off it: steps come in chunks, and while the first warp works on one chunk, the other warps, one for each of its
 // steps, turn the records of the next into arc weights and store the results of the last. One barrier a chunk. A strip
-// hands its last column on through global memory and the next strip follows at a distance. beta is the same march in
-// mirrored coordinates (T-1-t, U-u). No limit on U.
+// hands its last column on through global memory, by a warp that sends and one that receives, and the next strip
+// follows at a distance. beta is the same march in mirrored coordinates (T-1-t, U-u). No limit on U.
 //
 // Numbers are Scaled (scaled.h), exact to double precision however long the path; alpha and beta are stored as float64
 // logarithms.
@@ -41,7 +41,7 @@ template <int kRing>
 constexpr int kChunkOf = kRing <= kShortRing ? 8 : 4;
 
 template <int kRing>
-constexpr int kThreadsOf = (1 + kChunkOf<kRing>)*kWarp;
+constexpr int kThreadsOf = (1 + kChunkOf<kRing> + 2) * kWarp;  // marches; a step each; receives, sends
 
 // What the warps of a block exchange for one chunk; there are two, used in turn. Indexed [..][step of the chunk][lane].
 template <int kRing>
@@ -117,16 +117,33 @@ class Strip {
         march(chunk, lane, recursion, own, &out);
         __syncthreads();
       }
-    } else {
+    } else if (warp <= kChunk) {
       const int step = warp - 1;
-      prepare(0, step, lane, own);
+      Record next = load(0, step, lane, own);
+      weigh(0, step, lane, next);
+      next = load(1, step, lane, own);
       __syncthreads();
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        if (chunk > 0) flush(chunk - 1, step, lane, own);
-        if (chunk + 1 < chunks) prepare(chunk + 1, step, lane, own);
+        if (chunk > 0) store(chunk - 1, step, lane, own);
+        weigh(chunk + 1, step, lane, next);
+        next = load(chunk + 2, step, lane, own);
         __syncthreads();
       }
-      flush(chunks - 1, step, lane, own);
+      store(chunks - 1, step, lane, own);
+    } else if (warp == kChunk + 1) {
+      receive(0, lane);
+      __syncthreads();
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        receive(chunk + 1, lane);
+        __syncthreads();
+      }
+    } else {
+      __syncthreads();
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        if (chunk > 0) send(chunk - 1, lane);
+        __syncthreads();
+      }
+      send(chunks - 1, lane);
     }
   }
 
@@ -165,46 +182,44 @@ class Strip {
     }
   }
 
-  // Before a chunk, by the warp of each step: the weights of its nodes, and what the strip before hands on.
-  __device__ __forceinline__ void prepare(int chunk, int step, int lane, const Column<Acc>& column) {
-    Stage<kRing>& stage = stages_[chunk % 2];
+  // The log-probabilities of a node that the weights are made of; none where there is no node.
+  struct Record {
+    bool exists;
+    Acc blank, label, ring[kRing + 1];
+  };
+
+  // By the warp of each step, two chunks ahead: nothing waits for these loads.
+  __device__ __forceinline__ Record load(int chunk, int step, int lane, const Column<Acc>& column) const {
     const int t = frame(chunk, step, lane);
-    const bool exists = column.has(t);
-    const Acc* record = exists ? column.record(t) : p_.node_lp;
-    const auto weight = [&](Acc log_prob) { return exists ? scaled_exp(log_prob) : scaled_zero(); };
-    const Scaled blank = weight(record[kBlankLp]), label = weight(record[kLabelLp]);
+    Record r;
+    r.exists = column.has(t);
+    if (!r.exists) return r;
+    const Acc* record = column.record(t);
+    r.blank = record[kBlankLp];
+    r.label = record[kLabelLp];
 #pragma unroll
     for (int d = 0; d <= kRing; ++d) {
-      const int i = p_.column[d];
-      const Scaled duration = i < 0 ? scaled_zero() : weight(record[kDurLp + i]);
+      r.ring[d] = p_.column[d] < 0 ? -static_cast<Acc>(INFINITY) : record[kDurLp + p_.column[d]];
+    }
+    return r;
+  }
+
+  // One chunk ahead: the weights of a node's arcs.
+  __device__ __forceinline__ void weigh(int chunk, int step, int lane, const Record& r) {
+    Stage<kRing>& stage = stages_[chunk % 2];
+    const auto weight = [&](Acc log_prob) { return r.exists ? scaled_exp(log_prob) : scaled_zero(); };
+    const Scaled blank = weight(r.blank), label = weight(r.label);
+#pragma unroll
+    for (int d = 0; d <= kRing; ++d) {
+      const Scaled duration = weight(r.ring[d]);
       if (d > 0) stage.put(d - 1, step, lane, blank * duration);
       stage.put(kRing + d, step, lane, label * duration);
     }
-    if (step == 0 && lane < kChunk) {
-      const int index = chunk * kChunk + lane;  // the first column is at frame n in step n
-      Scaled edge = scaled_zero();
-      if (strip_ > 0 && index < extent_.T) {
-        while (acquire(p_.progress + chain_before_) <= index) {
-        }
-        const int4 raw = __ldcg(reinterpret_cast<const int4*>(p_.handover + chain_before_ * p_.batch.max_T + index));
-        edge = {__hiloint2double(raw.y, raw.x), raw.z};
-      }
-      stage.edge_in[lane] = edge;
-    }
   }
 
-  // After a chunk, by the warp of each step: its results to global memory.
-  __device__ __forceinline__ void flush(int chunk, int step, int lane, const Column<Acc>& column) {
+  // One chunk behind: what the march made of a node.
+  __device__ __forceinline__ void store(int chunk, int step, int lane, const Column<Acc>& column) {
     const Stage<kRing>& stage = stages_[chunk % 2];
-    if (hands_on_ && step == 0) {  // first, since another block waits for it
-      const int index = chunk * kChunk + lane - (kWarp - 1);
-      if (lane < kChunk && index >= 0 && index < extent_.T) {
-        p_.handover[chain_ * p_.batch.max_T + index] = stage.edge_out[lane];
-      }
-      __syncwarp();
-      const int done = min((chunk + 1) * kChunk - (kWarp - 1), extent_.T);
-      if (lane == 0 && done > 0) publish(p_.progress + chain_, done);
-    }
     const int t = frame(chunk, step, lane);
     if (!column.has(t)) return;
     const Scaled value{stage.value_m[step][lane], stage.value_e[step][lane]};
@@ -214,6 +229,32 @@ class Strip {
       p_.out.ll[b_] = ll;
       p_.out.losses[b_] = static_cast<Acc>(loss_of(ll, p_.out.zero_infinity));
     }
+  }
+
+  // One chunk ahead: what enters the first column, which is at frame n in step n.
+  __device__ __forceinline__ void receive(int chunk, int lane) {
+    const int index = chunk * kChunk + lane;
+    Scaled edge = scaled_zero();
+    if (lane >= kChunk) return;
+    if (strip_ > 0 && index < extent_.T) {
+      while (acquire(p_.progress + chain_before_) <= index) {
+      }
+      const int4 raw = __ldcg(reinterpret_cast<const int4*>(p_.handover + chain_before_ * p_.batch.max_T + index));
+      edge = {__hiloint2double(raw.y, raw.x), raw.z};
+    }
+    stages_[chunk % 2].edge_in[lane] = edge;
+  }
+
+  // One chunk behind: what has left the last column, which is kWarp - 1 frames late.
+  __device__ __forceinline__ void send(int chunk, int lane) {
+    if (!hands_on_) return;
+    const int index = chunk * kChunk + lane - (kWarp - 1);
+    if (lane < kChunk && index >= 0 && index < extent_.T) {
+      p_.handover[chain_ * p_.batch.max_T + index] = stages_[chunk % 2].edge_out[lane];
+    }
+    __syncwarp();
+    const int done = min((chunk + 1) * kChunk - (kWarp - 1), extent_.T);
+    if (lane == 0 && done > 0) publish(p_.progress + chain_, done);
   }
 
   const LatticeParams<Acc>& p_;

@@ -81,12 +81,32 @@ __device__ __forceinline__ float exp_of(float x) {
 }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
-template <typename Acc>
-__device__ __forceinline__ Acc warp_sum(Acc x) {
+// The kThreads threads that share a row: part of a warp, a warp, or the warps of a block.
+template <int kThreads>
+struct RowGroup {
+  static constexpr int kLanes = kThreads < kWarp ? kThreads : kWarp;  // those that can shuffle
+  int thread, lane;
+  unsigned mask;
+
+  __device__ __forceinline__ RowGroup() : thread(threadIdx.x % kThreads), lane(threadIdx.x % kLanes) {
+    const int first = threadIdx.x % kWarp / kLanes * kLanes;
+    mask = (kFullMask >> (kWarp - kLanes)) << first;
+  }
+
+  // Sum and maximum over the lanes; every lane gets the same bits: both commute, so the butterfly is symmetric.
+  template <typename Acc>
+  __device__ __forceinline__ Acc sum(Acc x) const {
 #pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullMask, x, offset);
-  return x;
-}
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(mask, x, offset);
+    return x;
+  }
+  template <typename Acc>
+  __device__ __forceinline__ Acc max(Acc x) const {
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) x = fmax(x, __shfl_xor_sync(mask, x, offset));
+    return x;
+  }
+};
 
 // log(sum of exp) of what it has seen: sum * exp(max). NaN and +inf make the sum NaN.
 template <typename Acc>
@@ -114,13 +134,11 @@ struct LogSumExp {
     sum = part[0] + part[1];
   }
 
-  // Every lane gets the sum over the warp, in the same bits: additions commute, so the butterfly is symmetric.
-  __device__ __forceinline__ void merge_warp() {
-    Acc all = max;
-#pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) all = fmax(all, __shfl_xor_sync(kFullMask, all, offset));
-    rescale(all);
-    sum = warp_sum(sum);
+  // Over the lanes of a group.
+  template <int kThreads>
+  __device__ __forceinline__ void merge(const RowGroup<kThreads>& group) {
+    rescale(group.max(max));
+    sum = group.sum(sum);
   }
 
   __device__ __forceinline__ Acc value() const { return reference(max) + log(sum); }

@@ -97,3 +97,56 @@ def test_errors_come_through(kernel, device):
     batch = make_batch(device=device)
     with pytest.raises(ValueError, match="reduction"):
         kernel.layers.TDTLoss()(*batch.args, reduction="average")
+
+
+def layer_loss(kernel, batch, token_logits, duration_logits):
+    return kernel.layers.TDTLoss()(token_logits, duration_logits, *batch.joint_args[1:])
+
+
+def test_slices_of_a_joint_tensor_need_no_tensor_of_zeros(kernel, device):
+    """The backward of a slice shows in the graph; the joint path has none."""
+    batch = make_batch(B=2, T=6, U=3, device=device)
+    joint = batch.joint_args[0].detach().requires_grad_() * 1.0
+    loss = layer_loss(kernel, batch, *slices(joint, 3))
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    assert not any(node.name() == "SliceBackward0" for node in seen)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(lambda joint, V: (joint[..., 1:V], joint[..., V:]), id="a gap in front"),
+        pytest.param(lambda joint, V: (joint[..., : V - 1], joint[..., V:]), id="a gap between"),
+        pytest.param(lambda joint, V: (joint[:, 1:, :, :V], joint[:, 1:, :, V:]), id="other frames"),
+    ],
+)
+def test_other_slices_are_taken_as_they_are(kernel, device, cut):
+    batch = make_batch(B=2, T=6, U=3, V=9, device=device)
+    args = list(batch.joint_args[1:])
+    args[0], args[1] = args[0].clamp(max=6), args[1].clamp(max=5)
+    losses, grads = [], []
+    for function in (kernel.layers.TDTLoss(), kernel.tdt_loss):
+        joint = batch.joint_args[0].detach().requires_grad_()
+        loss = function(*cut(joint, 9), *args)
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append(joint.grad)
+    assert torch.equal(*losses) and torch.equal(*grads)
+
+
+def test_a_joint_tensor_changed_in_place_after_the_cut(kernel, device):
+    """The slices then belong to the new values, and so must the gradient."""
+    batch = make_batch(B=2, T=6, U=3, device=device)
+    leaf = batch.joint_args[0].detach().requires_grad_()
+    joint = leaf * 1.0
+    cut = slices(joint, 3)
+    joint.mul_(2.0)
+    layer_loss(kernel, batch, *cut).backward()
+    expected = batch.joint_args[0].detach().requires_grad_()
+    kernel.tdt_loss_joint(expected * 2.0, *batch.joint_args[1:]).backward()
+    torch.testing.assert_close(leaf.grad, expected.grad)

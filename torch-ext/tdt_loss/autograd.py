@@ -74,15 +74,17 @@ def _(grad_losses, logits, targets, logit_lengths, target_lengths, node_lp, ll, 
     return None
 
 
+_NEED_GRAD, _INPLACE_GRAD = 9, 10  # places among the arguments of `loss`
+
 # Autograd: the derivative of `loss` is `gradient`, and `gradient` has none.
 
 
 def _setup_loss(ctx, inputs, output) -> None:
     logits, duration_logits, targets, logit_lengths, target_lengths = inputs[:5]
-    ctx.blank, ctx.durations, ctx.inplace_grad = inputs[5], inputs[6], inputs[10]
+    ctx.blank, ctx.durations, ctx.inplace_grad = inputs[5], inputs[6], inputs[_INPLACE_GRAD]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    if inputs[9]:
+    if inputs[_NEED_GRAD]:
         ctx.save_for_backward(logits, duration_logits, targets, logit_lengths, target_lengths, *output[1:])
 
 
@@ -99,9 +101,12 @@ def _backward_loss(ctx, grad_losses, *_):
         ops.gradient_(grad_losses, grads[0], *saved, ctx.blank, ctx.durations)
         torch.autograd.graph.increment_version(logits)
     else:
-        grad_logits, grad_durations = ops.gradient(
-            grad_losses, logits, duration_logits, *saved, ctx.blank, ctx.durations
-        )
+        arguments = (grad_losses, logits, duration_logits, *saved, ctx.blank, ctx.durations)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            grad_logits, grad_durations = ops.gradient(*arguments)  # refuses to be differentiated
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                grad_logits, grad_durations = ops.gradient(*arguments)
         grads[0] = grad_logits if ctx.needs_input_grad[0] else None
         grads[1] = grad_durations if ctx.needs_input_grad[1] else None
     return tuple(grads)
@@ -122,9 +127,22 @@ class LossFunction(torch.autograd.Function):
     """``ops.loss`` with the derivative that is registered for it, for eager mode: the wrapper that torch.library generates
     does the same and takes longer than the kernels do on a small batch."""
 
-    forward = staticmethod(lambda *args: ops.loss(*args))
-    setup_context = staticmethod(_setup_loss)
+    @staticmethod
+    def forward(ctx, *args):
+        with torch._C._AutoDispatchBelowAutograd():  # straight to the kernel
+            output = ops.loss(*args)
+        _setup_loss(ctx, args, output)
+        return output
+
     backward = staticmethod(_backward_loss)
+
+
+def loss(*args):
+    """``ops.loss`` by the quickest way that differentiates it."""
+    need_grad = args[_NEED_GRAD]
+    if not need_grad or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return ops.loss(*args)
+    return LossFunction.apply(*args)
 
 
 torch.library.register_autograd(add_op_namespace_prefix("loss"), _backward_loss, setup_context=_setup_loss)

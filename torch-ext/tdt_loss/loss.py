@@ -6,8 +6,8 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from ._ops import ops
-from .autograd import LossFunction
+from . import autograd
+from ._ops import ops  # noqa: F401  the ops themselves, for tests and benchmarks
 from .checks import Labels, check_duration_logits, check_durations, check_logits, check_reduction, check_vocab
 
 __all__ = ["tdt_loss", "tdt_loss_joint"]
@@ -153,9 +153,7 @@ def _losses(
     need_grad = torch.is_grad_enabled() and (
         logits.requires_grad or (duration_logits is not None and duration_logits.requires_grad)
     )
-    compiling = torch.compiler.is_compiling()
-    function = LossFunction.apply if need_grad and not compiling else ops.loss
-    return function(
+    return autograd.loss(
         _with_dense_rows(logits),
         None if duration_logits is None else _with_dense_rows(duration_logits),
         labels.targets,
@@ -166,7 +164,7 @@ def _losses(
         float(sigma),
         zero_infinity,
         need_grad,
-        inplace_grad and not compiling,
+        inplace_grad and not torch.compiler.is_compiling(),
     )[0]
 
 
