@@ -103,7 +103,7 @@ def make_batch(
 
 
 def build_model(vocabulary: Vocabulary, durations: tuple[int, ...] = (0, 1, 2, 3, 4)) -> ParakeetForTDT:
-    """A Parakeet-TDT of about 2.3 million parameters with random weights and without dropout."""
+    """A Parakeet-TDT of about 2.2 million parameters with random weights and without dropout."""
     encoder = ParakeetEncoderConfig(
         hidden_size=144,
         num_hidden_layers=4,
