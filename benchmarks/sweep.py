@@ -1,0 +1,278 @@
+#!/usr/bin/env python3
+"""Time the loss over the shapes of real training runs, against the floor that the memory bandwidth sets and against peers.
+
+    LOCAL_KERNELS=kernels-community/tdt-loss=$PWD python benchmarks/sweep.py [--cases base ft-v2 ...] [--no-peers]
+
+The floor is three passes over the logits (read forward; read and written backward) at the copy bandwidth measured in the same
+run. Every implementation is verified before it is timed. Inputs rotate through more memory than the L2 cache holds; times are
+medians of CUDA events, several calls in flight as in training. Writes benchmarks/results/<gpu>.json and .png.
+"""
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from kernels import get_kernel
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from record_tests import commit  # noqa: E402
+
+DURATIONS = [0, 1, 2, 3, 4]
+D = len(DURATIONS)
+L2_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    B: int
+    T: int
+    U: int
+    V: int
+    dtype: torch.dtype
+    ragged: bool = False
+
+    @property
+    def nodes(self) -> int:
+        return self.B * self.T * (self.U + 1)
+
+    @property
+    def logit_bytes(self) -> int:
+        return self.nodes * (self.V + D) * self.dtype.itemsize
+
+    def batch(self, seed: int = 0) -> tuple[torch.Tensor, ...]:
+        """Joint logits, targets, logit lengths, target lengths."""
+        generator = torch.Generator("cuda").manual_seed(seed)
+        shape = (self.B, self.T, self.U + 1, self.V + D)
+        logits = torch.empty(shape, device="cuda", dtype=self.dtype).normal_(generator=generator)
+        targets = torch.randint(0, self.V - 1, (self.B, self.U), device="cuda", generator=generator)
+        share = torch.linspace(0.4, 1.0, self.B) if self.ragged else torch.ones(self.B)
+        lengths = [(share * n).round().long().cuda() for n in (self.T, self.U)]
+        return logits, targets, *lengths
+
+
+CASES = [
+    Case("base", 8, 100, 20, 1025, torch.float32),
+    Case("large", 4, 200, 40, 8193, torch.float32),
+    Case("large", 4, 200, 40, 8193, torch.bfloat16),
+    Case("large", 4, 200, 40, 8193, torch.float16),
+    Case("train", 16, 188, 48, 8193, torch.bfloat16),
+    Case("train ragged", 16, 188, 48, 8193, torch.bfloat16, ragged=True),
+    Case("ft-v2", 16, 250, 99, 1025, torch.bfloat16),
+    Case("ft-v2 ragged", 16, 250, 99, 1025, torch.bfloat16, ragged=True),
+    Case("ft-v3", 16, 250, 99, 8193, torch.bfloat16),
+    Case("long", 2, 1000, 400, 1025, torch.bfloat16),
+]
+LATTICES = [(8, 100, 20), (4, 200, 40), (16, 250, 99), (2, 1000, 400), (1, 3000, 800)]  # B, T, U
+
+
+def joint(kernel, case: Case, logits, *rest, **options):
+    return kernel.tdt_loss_joint(logits, *rest, case.V - 1, DURATIONS, **options)
+
+
+def separate(kernel, case: Case, logits, duration_logits, *rest):
+    return kernel.tdt_loss(logits, duration_logits, *rest, case.V - 1, DURATIONS)
+
+
+def layer(kernel, case: Case, logits, *rest):
+    return kernel.layers.TDTLoss()(logits[..., : case.V], logits[..., case.V :], *rest, case.V - 1, DURATIONS)
+
+
+def transformers_loss(kernel, case: Case, logits, *rest):
+    from transformers.loss.loss_tdt import tdt_loss
+
+    return tdt_loss(logits[..., : case.V], logits[..., case.V :], *rest, case.V - 1, DURATIONS)
+
+
+def median_ms(call: Callable[[int], None], repeats: int = 25, warmup: int = 8) -> float:
+    for i in range(warmup):
+        call(i)
+    events = []
+    for i in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call(i)
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def graph_ms(calls: list[Callable[[], None]]) -> float:
+    """Time of one call when all are replayed as CUDA graphs."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graphs = []
+    for call in calls:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        graphs.append(graph)
+    return median_ms(lambda i: graphs[i % len(graphs)].replay())
+
+
+def copy_tbps() -> float:
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_ms(lambda i: target.copy_(source), repeats=10) / 1e9
+
+
+def peak_extra_bytes(call: Callable[[], None]) -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def verify(kernel, case: Case, function: Callable) -> None:
+    """Compare loss and gradient of a crop, with this vocabulary and dtype, to the float64 oracle; raise where they differ."""
+    import oracle
+
+    crop = Case(case.name, 2, min(case.T, 40), min(case.U, 36), case.V, case.dtype, ragged=True)
+    logits, *rest = crop.batch(seed=7)
+    parts = (logits[..., : case.V], logits[..., case.V :]) if function is separate else (logits,)
+    inputs = [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in parts]
+    loss = function(kernel, crop, *inputs, *rest)
+    loss.backward()
+    grad = torch.cat([x.grad for x in inputs], dim=-1).double().cpu()
+
+    x, targets, T, U = (tensor.cpu() for tensor in (logits.double(), *rest))
+    expected = oracle.tdt_loss(x[..., : case.V], x[..., case.V :], targets, T, U, case.V - 1, DURATIONS)
+    weight = 1 / U / crop.B  # the reduction "mean"
+    wanted = torch.cat([expected.grad_tokens, expected.grad_durations], dim=-1) * weight[:, None, None, None]
+    error = (grad - wanted).abs().max() / wanted.abs().max()
+    expected_loss = (expected.losses * weight).sum().item()
+    if not (abs(loss.item() / expected_loss - 1) < 1e-4 and error < torch.finfo(case.dtype).eps + 1e-4):
+        raise AssertionError(f"{case.name}: loss {loss.item()} for {expected_loss}, gradient off by {error:.1e}")
+
+
+def measure(kernel, case: Case, api: str, bandwidth: float) -> dict:
+    function = {
+        "tdt_loss_joint": joint,
+        "tdt_loss_joint, CUDA graph": joint,
+        "tdt_loss_joint, in place": partial(joint, inplace_grad=True),
+        "tdt_loss": separate,
+        "layers.TDTLoss": layer,
+        "transformers": transformers_loss,
+    }[api]
+    verify(kernel, case, function)
+    copies = max(1, min(6, L2_BYTES * 2 // case.logit_bytes + 1))
+    sets = [case.batch(seed) for seed in range(copies)]
+    if function is separate:
+        sets = [(x[..., : case.V].contiguous(), x[..., case.V :].contiguous(), *rest) for x, *rest in sets]
+    leaves = 2 if function is separate else 1
+
+    def forward(i: int) -> torch.Tensor:
+        batch = sets[i % copies]
+        inputs = [x.detach().requires_grad_() for x in batch[:leaves]]
+        return function(kernel, case, *inputs, *batch[leaves:])
+
+    def both(i: int) -> None:
+        forward(i).backward()
+
+    times = {"repeats": 3, "warmup": 1} if api == "transformers" else {}
+    row = {"ms": None, "ms_forward": None, "ms_backward": None}
+    if api.endswith("CUDA graph"):
+        row["ms"] = graph_ms([partial(both, i) for i in range(copies)])
+    elif api.endswith("in place"):  # the second call would read what the first wrote: random numbers all the same
+        row["ms"] = median_ms(both)
+    else:
+        row["ms"] = median_ms(both, **times)
+        row["ms_forward"] = median_ms(lambda i: forward(i) and None, **times)
+        row["ms_backward"] = row["ms"] - row["ms_forward"]
+    row["peak_extra_bytes"] = peak_extra_bytes(partial(both, 0))
+    return row | {"floor_ms": 3 * case.logit_bytes / bandwidth / 1e9}
+
+
+def lattice_ms(kernel, B: int, T: int, U: int) -> float:
+    node_lp = torch.randn(B, T, U + 1, 8, device="cuda").log_softmax(-1)
+    targets = torch.zeros(B, U, dtype=torch.long, device="cuda")
+    lengths = [torch.full((B,), n, device="cuda") for n in (T, U)]
+    call = partial(kernel.loss.ops.lattice, node_lp, targets, *lengths, DURATIONS, 10, False, True)
+    return graph_ms([lambda: [call() for _ in range(5)]]) / 5
+
+
+def rows_of(kernel, options: argparse.Namespace, bandwidth: float) -> list[dict]:
+    rows = []
+    for case in CASES:
+        if options.cases and case.name not in options.cases:
+            continue
+        apis = [
+            "tdt_loss_joint",
+            "tdt_loss_joint, CUDA graph",
+            "layers.TDTLoss",
+            "tdt_loss",
+            "tdt_loss_joint, in place",
+        ]
+        if not options.no_peers and case.name in ("base", "large", "ft-v2") and not case.ragged:
+            apis.append("transformers")
+        for api in apis:
+            row = {"case": case.name, "api": api, "dtype": str(case.dtype).removeprefix("torch.")}
+            row["shape"] = [case.B, case.T, case.U, case.V]
+            try:
+                row |= measure(kernel, case, api, bandwidth)
+            except torch.cuda.OutOfMemoryError as error:
+                row |= {"ms": None, "lost": f"out of memory: {error}".splitlines()[0]}
+            rows.append(row)
+            torch.cuda.empty_cache()
+            shown = "lost" if row["ms"] is None else f"{row['ms']:9.3f} ms, floor {row['floor_ms']:.3f}"
+            print(
+                f"{case.name:14} {row['dtype']:9} {api:28} {shown}  peak +{row.get('peak_extra_bytes', 0) / 2**20:.1f} MiB",
+                flush=True,
+            )
+    for shape in LATTICES if not options.cases else []:
+        ms = lattice_ms(kernel, *shape)
+        rows.append({"case": "lattice", "api": "lattice", "dtype": "float32", "shape": [*shape, None], "ms": ms})
+        print(f"lattice B, T, U = {shape}: {ms:.4f} ms", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", help="only these")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--commit", default=commit())
+    parser.add_argument("--output", type=Path, default=REPO / "benchmarks" / "results")
+    options = parser.parse_args()
+
+    kernel = get_kernel("kernels-community/tdt-loss", version=1)
+    bandwidth = copy_tbps()
+    gpu = torch.cuda.get_device_name()
+    common = {
+        "copy_tbps": bandwidth,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": importlib.metadata.version("transformers"),
+        "gpu": gpu,
+        "commit": options.commit,
+        "date": datetime.date.today().isoformat(),
+    }
+    print(f"{gpu}: copy bandwidth {bandwidth:.2f} TB/s", flush=True)
+    rows = [row | common for row in rows_of(kernel, options, bandwidth)]
+    output = options.output / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
+    output.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    print(output)
+
+
+if __name__ == "__main__":
+    main()
