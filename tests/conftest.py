@@ -12,6 +12,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 os.environ.setdefault("LOCAL_KERNELS", f"kernels-community/tdt-loss={REPO}")  # read when kernels is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads cost seconds where another process holds a core
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import hypothesis  # noqa: E402

@@ -52,7 +52,8 @@ def tdt_loss(
         zero_infinity: a sample without any alignment (too few frames) has loss +inf and gradient 0; this makes its loss 0.
 
     Returns:
-        The loss in float32 (float64 for float64 logits): a scalar, or (B,) for ``"none"``. NaN for a sample with NaN or +inf
+        The loss in float32 (float64 for float64 logits): a scalar, or (B,) for ``"none"``. A log-probability below -2.9e6 nats
+        and a path below -1.9e8 count as impossible. NaN for a sample with NaN or +inf
         logits at a valid node (its gradient is NaN there too), and for one with malformed lengths or labels on a GPU (its
         gradient is 0).
 
