@@ -3,6 +3,7 @@
 #pragma once
 
 #include "checks.h"
+#include "reduction.h"
 
 namespace tdt {
 
@@ -39,6 +40,10 @@ struct Backend {
   template <typename Acc>
   static void lattice(const Tensor& like, const Batch& batch, const Durations& durations, const Acc* node_lp,
                       const LatticeOutput<Acc>& out);
+  // loss () and the weight (B,) of each sample in it
+  template <typename Acc>
+  static void reduce(const Tensor& like, const Batch& batch, Reduction reduction, const Acc* losses, Acc* loss,
+                     Acc* weights);
   // eq. 7-9; grad may be the logits themselves
   template <typename S>
   static void gradient(const Tensor& like, const Batch& batch, const Durations& durations, const LogitRows<S>& logits,

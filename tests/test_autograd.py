@@ -126,7 +126,7 @@ class RecordLoss(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function.name().endswith("::loss"):
-            self.losses, self.node_lp, self.ll, self.alpha_beta = result
+            self.losses, self.node_lp, self.ll, self.alpha_beta, _ = result
         return result
 
 

@@ -21,19 +21,21 @@ def logits_of(batch, api):
 
 
 def forward_op(kernel, batch, api, need_grad=True):
+    """The losses, and what the gradient ops take of the forward."""
     logits = logits_of(batch, api)
     return kernel.loss.ops.loss(
         *logits, *batch.lengths, batch.blank, list(batch.durations), batch.sigma, False, need_grad, False
-    )
+    )[:4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_opcheck_loss(kernel, device, api, dtype):
+@pytest.mark.parametrize("reduction", [0, 3])
+def test_opcheck_loss(kernel, device, api, dtype, reduction):
     batch = make_batch(B=2, T=6, U=3, dtype=dtype, device=device, **LENGTHS)
     tail = (*batch.lengths, batch.blank, list(batch.durations), 0.05, False)
-    torch.library.opcheck(kernel.loss.ops.loss.default, (*logits_of(batch, api), *tail, False, False))
+    torch.library.opcheck(kernel.loss.ops.loss.default, (*logits_of(batch, api), *tail, False, False, reduction))
     trained = [logits if logits is None else logits.requires_grad_() for logits in logits_of(batch, api)]
-    torch.library.opcheck(kernel.loss.ops.loss.default, (*trained, *tail, True, False))
+    torch.library.opcheck(kernel.loss.ops.loss.default, (*trained, *tail, True, False, reduction))
 
 
 def test_opcheck_log_probs(kernel, device, api):

@@ -10,7 +10,7 @@ def through_the_ops(kernel, batch, api="separate", zero_infinity=False):
     ops, V, D = kernel.loss.ops, batch.token_logits.shape[-1], len(batch.durations)
     logits = (batch.token_logits, batch.duration_logits) if api == "separate" else (batch.joint, None)
     tail = (batch.blank % V, list(batch.durations))
-    losses, *saved = ops.loss(*logits, *batch.lengths, *tail, batch.sigma, zero_infinity, True, False)
+    losses, *saved, _ = ops.loss(*logits, *batch.lengths, *tail, batch.sigma, zero_infinity, True, False)
     grad, grad_durations = ops.gradient(torch.ones_like(losses), *logits, *batch.lengths, *saved, *tail)
     if api == "joint":
         grad, grad_durations = grad.split([V, D], dim=-1)

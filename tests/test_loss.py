@@ -245,3 +245,18 @@ def test_signatures(kernel):
     assert names(kernel.tdt_loss) == names(pytest.importorskip("transformers.loss.loss_tdt").tdt_loss)
     options = inspect.signature(kernel.tdt_loss_joint).parameters
     assert options["zero_infinity"].kind is options["inplace_grad"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize("reduction", ["mean", "mean_batch", "mean_volume", "sum"])
+def test_reduction_of_more_samples_than_a_block_has_threads(kernel, device, reduction):
+    lengths = torch.arange(600) % 4  # silent utterances among them
+    batch = make_batch(B=600, T=5, U=3, V=6, target_lengths=lengths.tolist(), device=device)
+    losses = kernel.tdt_loss(*batch.args, reduction="none").double()
+    divisor = lengths.clamp(min=1).double().to(device)
+    expected = {
+        "mean": (losses / divisor).mean(),
+        "mean_batch": losses.mean(),
+        "mean_volume": losses.sum() / lengths.sum().item(),
+        "sum": losses.sum(),
+    }[reduction]
+    assert kernel.tdt_loss(*batch.args, reduction=reduction).item() == pytest.approx(expected.item(), rel=1e-6)

@@ -11,8 +11,8 @@ TDT_LIBRARY(TORCH_EXTENSION_NAME, m) {
   m.def(
       "loss(Tensor logits, Tensor? duration_logits, Tensor targets, Tensor logit_lengths, Tensor target_lengths, int "
       "blank, "
-      "int[] durations, float sigma, bool zero_infinity, bool need_grad, bool inplace_grad) -> (Tensor, Tensor, "
-      "Tensor, Tensor)");
+      "int[] durations, float sigma, bool zero_infinity, bool need_grad, bool inplace_grad, "
+      "int reduction=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "log_probs(Tensor logits, Tensor? duration_logits, Tensor targets, Tensor logit_lengths, Tensor target_lengths, "
       "int blank, "

@@ -60,18 +60,40 @@ std::tuple<Tensor, Tensor, Tensor> lattice(const Tensor& node_lp, const Tensor& 
   return {losses, ll, alpha_beta};
 }
 
-// Forward in one call: one dispatch instead of two. All but the losses is what the gradient needs.
+// The losses (B,) as one number, and the weights (B,) of the samples in it.
 template <class Backend>
-std::tuple<Tensor, Tensor, Tensor, Tensor> loss(const Tensor& logits, const OptionalTensor& duration_logits,
-                                                const Tensor& targets, const Tensor& logit_lengths,
-                                                const Tensor& target_lengths, int64_t blank,
-                                                const DurationList& durations, double sigma, bool zero_infinity,
-                                                bool need_grad, bool /*inplace_grad: for autograd*/) {
+std::tuple<Tensor, Tensor> reduce(const Tensor& losses, const Batch& batch, Reduction reduction) {
+  Tensor loss = zeros_on(losses, {}, losses.scalar_type());
+  Tensor weights = empty_on(losses, {batch.B}, losses.scalar_type());
+  const auto compute = [&](auto zero) {
+    using Acc = decltype(zero);
+    Backend::reduce(losses, batch, reduction, const_data<Acc>(losses), static_cast<Acc*>(loss.mutable_data_ptr()),
+                    static_cast<Acc*>(weights.mutable_data_ptr()));
+  };
+  losses.scalar_type() == ScalarType::Double ? compute(double{}) : compute(float{});
+  return {loss, weights};
+}
+
+// Forward in one call: one dispatch instead of three. The loss is (B,) without a reduction, else (). All but the loss
+// is what the gradient needs; without a reduction the weights are (0,).
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> loss(const Tensor& logits, const OptionalTensor& duration_logits,
+                                                        const Tensor& targets, const Tensor& logit_lengths,
+                                                        const Tensor& target_lengths, int64_t blank,
+                                                        const DurationList& durations, double sigma, bool zero_infinity,
+                                                        bool need_grad, bool /*inplace_grad: for autograd*/,
+                                                        int64_t reduction) {
   const auto D = static_cast<int64_t>(durations.size());
+  STD_TORCH_CHECK(reduction >= 0 && reduction <= static_cast<int64_t>(Reduction::kMeanVolume), "unknown reduction ",
+                  reduction);
+  const int64_t V = vocab_of(logits, duration_logits, D);
   Tensor node_lp = log_probs<Backend>(logits, duration_logits, targets, logit_lengths, target_lengths, blank, D, sigma);
-  auto [losses, ll, alpha_beta] = lattice<Backend>(node_lp, targets, logit_lengths, target_lengths, durations,
-                                                   vocab_of(logits, duration_logits, D), zero_infinity, need_grad);
-  return {losses, node_lp, ll, alpha_beta};
+  auto [losses, ll, alpha_beta] =
+      lattice<Backend>(node_lp, targets, logit_lengths, target_lengths, durations, V, zero_infinity, need_grad);
+  if (reduction == 0) return {losses, node_lp, ll, alpha_beta, empty_on(losses, {0}, losses.scalar_type())};
+  const Batch batch = batch_of(logits, targets, logit_lengths, target_lengths, V, D);
+  auto [value, weights] = reduce<Backend>(losses, batch, static_cast<Reduction>(reduction));
+  return {value, node_lp, ll, alpha_beta, weights};
 }
 
 // eq. 7-9 into `grad_logits` and `grad_durations`, laid out like the logits.

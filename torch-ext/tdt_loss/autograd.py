@@ -43,12 +43,14 @@ def _(
     zero_infinity,
     need_grad,
     inplace_grad,
+    reduction=0,
 ):
     node_lp = logits.new_empty((*logits.shape[:3], _record_size(len(durations))), dtype=_accumulate_dtype(logits))
-    losses = node_lp.new_empty((logits.shape[0],))
-    ll = node_lp.new_empty((logits.shape[0],), dtype=torch.float64)
+    batch = logits.shape[0]
+    loss = node_lp.new_empty(() if reduction else (batch,))
+    ll = node_lp.new_empty((batch,), dtype=torch.float64)
     alpha_beta = node_lp.new_empty((2, *logits.shape[:3]) if need_grad else (0,), dtype=torch.float64)
-    return losses, node_lp, ll, alpha_beta
+    return loss, node_lp, ll, alpha_beta, node_lp.new_empty((batch if reduction else 0,))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gradient"))
@@ -74,7 +76,7 @@ def _(grad_losses, logits, targets, logit_lengths, target_lengths, node_lp, ll, 
     return None
 
 
-_NEED_GRAD, _INPLACE_GRAD = 9, 10  # places among the arguments of `loss`
+_NEED_GRAD, _INPLACE_GRAD, _REDUCTION = 9, 10, 11  # places among the arguments of `loss`
 
 # Autograd: the derivative of `loss` is `gradient`, and `gradient` has none.
 
@@ -82,18 +84,19 @@ _NEED_GRAD, _INPLACE_GRAD = 9, 10  # places among the arguments of `loss`
 def _setup_loss(ctx, inputs, output) -> None:
     logits, duration_logits, targets, logit_lengths, target_lengths = inputs[:5]
     ctx.blank, ctx.durations, ctx.inplace_grad = inputs[5], inputs[6], inputs[_INPLACE_GRAD]
+    ctx.reduction = inputs[_REDUCTION]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     if inputs[_NEED_GRAD]:
         ctx.save_for_backward(logits, duration_logits, targets, logit_lengths, target_lengths, *output[1:])
 
 
-def _backward_loss(ctx, grad_losses, *_):
-    grads = [None] * 11
-    if grad_losses is None:
+def _backward_loss(ctx, grad_loss, *_):
+    grads = [None] * 12
+    if grad_loss is None:
         return tuple(grads)
-    logits, duration_logits, *saved = ctx.saved_tensors
-    grad_losses = grad_losses.contiguous()
+    logits, duration_logits, *saved, weights = ctx.saved_tensors
+    grad_losses = grad_loss * weights if ctx.reduction else grad_loss.contiguous()
     if ctx.inplace_grad:
         if torch.is_grad_enabled():
             raise RuntimeError(_NO_DOUBLE_BACKWARD)

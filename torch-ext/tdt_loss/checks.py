@@ -12,16 +12,18 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-REDUCTIONS = ("mean", "mean_batch", "mean_volume", "sum", "none")
+REDUCTIONS = ("none", "sum", "mean_batch", "mean", "mean_volume")  # in the order of tdt_loss_common/reduction.h
 MAX_DURATIONS = 64
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NATIVE_INTS = (torch.int32, torch.int64)  # what the kernels read as it is
 
 
-def check_reduction(reduction: str) -> None:
+def check_reduction(reduction: str) -> int:
+    """The reduction as the ops know it."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    return REDUCTIONS.index(reduction)
 
 
 def check_durations(durations: Union[Sequence[int], Tensor]) -> list[int]:

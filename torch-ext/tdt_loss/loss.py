@@ -75,15 +75,14 @@ def tdt_loss(
         4.1557
         >>> loss.backward()
     """
-    check_reduction(reduction)
+    reduction_code = check_reduction(reduction)
     durations = check_durations(durations)
     check_logits("token_logits", token_logits)
     vocab = token_logits.shape[3]
     blank = check_vocab("token_logits", vocab, vocab, blank_token_id)
     check_duration_logits(token_logits, duration_logits, len(durations))
     labels = Labels(token_logits, vocab, targets, logit_lengths, target_lengths)
-    losses = _losses(token_logits, duration_logits, labels, blank, durations, sigma, zero_infinity, inplace_grad=False)
-    return _reduce(losses, labels.target_lengths, reduction)
+    return _loss(token_logits, duration_logits, labels, blank, durations, sigma, zero_infinity, False, reduction_code)
 
 
 def tdt_loss_joint(
@@ -128,7 +127,7 @@ def tdt_loss_joint(
         ...                              blank_token_id=31, durations=[0, 1, 2, 3, 4])
         >>> loss.backward()
     """
-    check_reduction(reduction)
+    reduction_code = check_reduction(reduction)
     durations = check_durations(durations)
     check_logits("logits", logits)
     vocab = logits.shape[3] - len(durations)
@@ -136,11 +135,10 @@ def tdt_loss_joint(
     labels = Labels(logits, vocab, targets, logit_lengths, target_lengths)
     if inplace_grad and not torch.compiler.is_compiling():
         _check_writable(logits)
-    losses = _losses(logits, None, labels, blank, durations, sigma, zero_infinity, inplace_grad)
-    return _reduce(losses, labels.target_lengths, reduction)
+    return _loss(logits, None, labels, blank, durations, sigma, zero_infinity, inplace_grad, reduction_code)
 
 
-def _losses(
+def _loss(
     logits: Tensor,
     duration_logits: Optional[Tensor],
     labels: Labels,
@@ -149,8 +147,8 @@ def _losses(
     sigma: float,
     zero_infinity: bool,
     inplace_grad: bool,
+    reduction: int,
 ) -> Tensor:
-    """The loss of each sample, (B,)."""
     need_grad = torch.is_grad_enabled() and (
         logits.requires_grad or (duration_logits is not None and duration_logits.requires_grad)
     )
@@ -166,19 +164,8 @@ def _losses(
         zero_infinity,
         need_grad,
         inplace_grad and not torch.compiler.is_compiling(),
+        reduction,
     )[0]
-
-
-def _reduce(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    if reduction == "mean_batch":
-        return losses.mean()
-    if reduction == "mean":
-        return (losses / target_lengths.clamp(min=1)).mean()
-    return losses.sum() / target_lengths.sum().clamp(min=1)
 
 
 def _with_dense_rows(logits: Tensor) -> Tensor:

@@ -1,0 +1,57 @@
+// The reduction over the batch on the GPU: one block, one launch where torch would need one for each division and sum,
+// forward and again backward. A thread takes every kBlock-th sample; partial sums, float64, are added in a tree: the
+// same bits always.
+#include "launch.cuh"
+
+namespace tdt {
+namespace cuda {
+namespace {
+
+constexpr int kBlock = 256;
+
+// The sum over the block; every thread gets it.
+template <typename T>
+__device__ T block_sum(T x, T* shared) {
+  shared[threadIdx.x] = x;
+  for (int half = kBlock / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+  }
+  __syncthreads();
+  return shared[0];
+}
+
+template <typename Acc>
+__global__ void __launch_bounds__(kBlock) reduce_kernel(const __grid_constant__ Batch batch, Reduction reduction,
+                                                        const Acc* losses, Acc* loss, Acc* weights) {
+  __shared__ int64_t label_sums[kBlock];
+  __shared__ double loss_sums[kBlock];
+  int64_t labels = 0;
+  for (int b = threadIdx.x; b < batch.B; b += kBlock) labels += batch.target_lengths.at(b);
+  labels = block_sum(labels, label_sums);
+  double sum = 0.0;
+  for (int b = threadIdx.x; b < batch.B; b += kBlock) {
+    const double weight = reduction_weight(reduction, batch, b, labels);
+    weights[b] = static_cast<Acc>(weight);
+    sum += weight * static_cast<double>(losses[b]);
+  }
+  sum = block_sum(sum, loss_sums);
+  if (threadIdx.x == 0) *loss = static_cast<Acc>(sum);
+}
+
+}  // namespace
+}  // namespace cuda
+
+template <>
+template <typename Acc>
+void Cuda::reduce(const Tensor& like, const Batch& batch, Reduction reduction, const Acc* losses, Acc* loss,
+                  Acc* weights) {
+  const cuda::LaunchScope scope(like);
+  cuda::reduce_kernel<Acc><<<1, cuda::kBlock, 0, scope.stream()>>>(batch, reduction, losses, loss, weights);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template void Cuda::reduce<float>(const Tensor&, const Batch&, Reduction, const float*, float*, float*);
+template void Cuda::reduce<double>(const Tensor&, const Batch&, Reduction, const double*, double*, double*);
+
+}  // namespace tdt
