@@ -22,7 +22,7 @@ CXX_FILES := $(wildcard torch-ext/*.cpp torch-ext/*.h tdt_loss_*/*.cpp tdt_loss_
 export LOCAL_KERNELS := kernels-community/tdt-loss=$(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help build train test test-kernels-ci lint format abi clean
+.PHONY: help build train test test-kernels-ci lint format abi report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,9 @@ format: $(READY)  ## format C++, CUDA and Python in place
 
 abi: build  ## check that the built libraries keep to Python's stable ABI
 	$(PY) tools/check_abi.py
+
+report: $(READY)  ## put the table and plot of benchmarks/results into the README
+	$(PY) benchmarks/report.py
 
 clean:  ## remove what was built; the environment in .venv stays
 	rm -rf build .build

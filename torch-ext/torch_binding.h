@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor, Tensor> lattice(const Tensor& node_lp, const Tensor& 
 // The losses (B,) as one number, and the weights (B,) of the samples in it.
 template <class Backend>
 std::tuple<Tensor, Tensor> reduce(const Tensor& losses, const Batch& batch, Reduction reduction) {
-  Tensor loss = zeros_on(losses, {}, losses.scalar_type());
+  Tensor loss = empty_on(losses, {}, losses.scalar_type());
   Tensor weights = empty_on(losses, {batch.B}, losses.scalar_type());
   const auto compute = [&](auto zero) {
     using Acc = decltype(zero);
