@@ -165,13 +165,22 @@ class Strip {
   __device__ __forceinline__ void march(int chunk, int lane, Recursion& recursion, const Column<Acc>& own,
                                         Scaled* out) {
     Stage<kRing>& stage = stages_[chunk % 2];
-#pragma unroll 2
+    // Read one step ahead: a read below the stores of this step would wait for them, since they might be of one
+    // address.
+    ArcWeights<kRing> next_weights = stage.weights(0, lane);
+    Scaled next_edge = stage.edge_in[0];
+#pragma unroll
     for (int step = 0; step < kChunk; ++step) {
+      const ArcWeights<kRing> weights = next_weights;
+      const Scaled edge = next_edge;
+      if (step + 1 < kChunk) {
+        next_weights = stage.weights(step + 1, lane);
+        next_edge = stage.edge_in[step + 1];
+      }
       Scaled in = shuffle_up(*out);
-      const Scaled edge = stage.edge_in[step];
       if (lane == 0) in = edge;
       const int t = frame(chunk, step, lane);
-      const Scaled value = recursion.visit(t, in, stage.weights(step, lane), out);
+      const Scaled value = recursion.visit(t, in, weights, out);
       stage.value_m[step][lane] = value.m;
       stage.value_e[step][lane] = value.e;
       if (lane == kWarp - 1) stage.edge_out[step] = *out;
@@ -268,7 +277,8 @@ class Strip {
 };
 
 template <typename Acc, int kRing, bool kFar>
-__global__ void __launch_bounds__(kThreadsOf<kRing>) lattice_kernel(const __grid_constant__ LatticeParams<Acc> p) {
+__global__ void __launch_bounds__(kThreadsOf<kRing>, kRing <= kShortRing ? 2 : 1)
+    lattice_kernel(const __grid_constant__ LatticeParams<Acc> p) {
   extern __shared__ __align__(16) char shared[];
   auto* stages = reinterpret_cast<Stage<kRing>*>(shared);
   // Tickets, not block indices: a strip waits for the one before it, which has then certainly started.
