@@ -1,5 +1,5 @@
-// What a backend provides: the three stages of the loss on plain structs. The ops of torch-ext/torch_binding.h check
-// their arguments, allocate, and call these; tdt_loss_cpu and tdt_loss_cuda implement them under the same names.
+// What a backend provides: the stages of the loss on plain structs. The ops of torch-ext/torch_binding.h check their
+// arguments, allocate, and call these; tdt_loss_cpu and tdt_loss_cuda implement them under the same names.
 #pragma once
 
 #include "checks.h"
@@ -7,24 +7,49 @@
 
 namespace tdt {
 
-// What the forward keeps for the gradient, and the gradient that comes in.
-template <typename Acc>
-struct Saved {
-  const Acc* node_lp;      // (B, T, U1, record_size(D))
-  const double* ll;        // (B,)
-  const double* alpha;     // (B, T, U1)
-  const double* beta;      // (B, T, U1)
-  const Acc* grad_losses;  // (B,)
+// What turns logits into token log-probabilities, beside the softmax.
+struct Emission {
+  int blank;
+  double sigma;
+  double delay_penalty;  // added to eq. 2: delay_penalty * ((T - 1) / 2 - t)
 };
 
-// Where the lattice stage writes. Without a gradient, alpha and beta are null and only the losses are wanted.
+// What the forward keeps for the gradient.
 template <typename Acc>
+struct Saved {
+  const Acc* node_lp;        // (B, T, U1, record_size(D))
+  const double* ll;          // (lattices, B)
+  const double* alpha_beta;  // (lattices, 2, B, T, U1)
+
+  TDT_HD const double* alpha(const Batch& batch, int lattice) const { return alpha_beta + 2 * lattice * batch.nodes(); }
+  TDT_HD const double* beta(const Batch& batch, int lattice) const {
+    return alpha_beta + (2 * lattice + 1) * batch.nodes();
+  }
+};
+
+// d (what the user differentiates) / d losses_b.
+template <typename Acc>
+struct Upstream {
+  const Acc* grad;     // () or (B,)
+  int64_t stride;      // 0 for ()
+  const Acc* weights;  // (B,) of the reduction, or null
+
+  TDT_HD Acc at(int b) const { return weights ? grad[b * stride] * weights[b] : grad[b * stride]; }
+};
+
+// How the gradient differs from the derivative of the plain loss.
+struct Shaping {
+  int blank;
+  Arcs arcs[kMaxLattices];
+  Mixture mixture;
+  double fastemit_lambda;
+  double clamp;  // of each sample's own gradient, before the upstream gradient multiplies; 0: none
+};
+
+// Where the lattice stage writes. Without a gradient, alpha_beta is null and only ll is wanted.
 struct LatticeOutput {
-  Acc* losses;    // (B,)
-  double* ll;     // (B,)
-  double* alpha;  // (B, T, U1), zeros
-  double* beta;   // (B, T, U1), zeros
-  bool zero_infinity;
+  double* ll;          // (lattices, B)
+  double* alpha_beta;  // (lattices, 2, B, T, U1): written at valid nodes alone
 };
 
 enum class Device { kCpu, kCuda };
@@ -34,20 +59,24 @@ template <Device device>
 struct Backend {
   // eq. 1-3
   template <typename S>
-  static void log_probs(const Tensor& like, const Batch& batch, const LogitRows<S>& logits, accumulate_t<S>* node_lp,
-                        int blank, double sigma);
-  // eq. 4-6
+  static void log_probs(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
+                        accumulate_t<S>* node_lp, const Emission& emission);
+  // eq. 4-5, of one or two lattices; the first has the given arcs, the second is RNN-T's
   template <typename Acc>
-  static void lattice(const Tensor& like, const Batch& batch, const Durations& durations, const Acc* node_lp,
-                      const LatticeOutput<Acc>& out);
-  // loss () and the weight (B,) of each sample in it
+  static void lattice(const Tensor& like, const Batch& batch, const Arcs& arcs, int lattices, const Acc* node_lp,
+                      const LatticeOutput& out);
+  // eq. 6 and the reduction
   template <typename Acc>
-  static void reduce(const Tensor& like, const Batch& batch, Reduction reduction, const Acc* losses, Acc* loss,
-                     Acc* weights);
+  static void reduce(const Tensor& like, const Reducing& problem, const Reduced<Acc>& out);
   // eq. 7-9; grad may be the logits themselves
   template <typename S>
-  static void gradient(const Tensor& like, const Batch& batch, const Durations& durations, const LogitRows<S>& logits,
-                       const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved, int blank);
+  static void gradient(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
+                       const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
+                       const Upstream<accumulate_t<S>>& upstream, const Shaping& shaping);
+  // eq. 7 of every arc: blank and label (B, T, U1, arcs.n), for RNN-T (B, T, U1)
+  template <typename Acc>
+  static void occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,
+                        Acc* label);
 };
 
 using Cpu = Backend<Device::kCpu>;

@@ -28,10 +28,12 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using DurationList = std::vector<int64_t>;
 
-inline Durations durations_of(const DurationList& durations) {
+// The arcs of these durations; none: RNN-T.
+inline Arcs arcs_of(const DurationList& durations) {
+  if (durations.empty()) return rnnt_arcs();
   STD_TORCH_CHECK(durations.size() <= kMaxDurations, "durations: at most ", kMaxDurations, " are supported, got ",
                   durations.size());
-  Durations out{static_cast<int>(durations.size()), {}};
+  Arcs out{static_cast<int>(durations.size()), false, {}};
   for (size_t i = 0; i < durations.size(); ++i) {
     STD_TORCH_CHECK(durations[i] >= 0, "durations must not be negative, got ", durations[i]);
     // A duration beyond every frame never lands, whatever its exact value.
@@ -82,10 +84,14 @@ inline int64_t vocab_of(const Tensor& logits, const OptionalTensor& duration_log
   return V;
 }
 
+inline void check_blank(int64_t blank, int64_t V) {
+  STD_TORCH_CHECK(blank >= 0 && blank < V, "blank must be in [0, ", V, "), got ", blank);
+}
+
 inline void check_logits(const Tensor& logits, const OptionalTensor& duration_logits, int64_t D, int64_t V,
                          int64_t blank) {
   STD_TORCH_CHECK(logits.stride(3) == 1 || logits.size(3) == 1, "logits must be contiguous in their last dimension");
-  STD_TORCH_CHECK(blank >= 0 && blank < V, "blank must be in [0, ", V, "), got ", blank);
+  check_blank(blank, V);
   if (!duration_logits) return;
   const Tensor& z = *duration_logits;
   STD_TORCH_CHECK(z.dim() == 4 && z.size(0) == logits.size(0) && z.size(1) == logits.size(1) &&
@@ -101,23 +107,50 @@ inline ScalarType accumulate_type(ScalarType logits) {
   return logits == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// What the forward saved, against the logits it was saved for.
-inline void check_saved(const Batch& batch, const Tensor& logits, const Tensor& grad_losses, const Tensor& node_lp,
-                        const Tensor& ll, const Tensor& alpha_beta) {
-  const ScalarType type = accumulate_type(logits.scalar_type());
-  STD_TORCH_CHECK(grad_losses.scalar_type() == type && grad_losses.numel() == batch.B && grad_losses.is_contiguous(),
-                  "grad_losses must be a contiguous tensor of ", batch.B, " numbers of the dtype of the losses");
+inline void check_node_lp(const Tensor& node_lp, int64_t D) {
+  const int columns = record_size(static_cast<int>(D));
+  STD_TORCH_CHECK(node_lp.is_contiguous() && node_lp.size(3) == columns, "node_lp must be contiguous with ", columns,
+                  " columns for ", D, " durations, got ", node_lp.size(3));
+}
+
+// What the forward saved, against the batch it was saved for. `type`: of the log-probabilities.
+inline void check_saved(const Batch& batch, int lattices, ScalarType type, const Tensor& node_lp, const Tensor& ll,
+                        const Tensor& alpha_beta) {
   STD_TORCH_CHECK(node_lp.scalar_type() == type && node_lp.numel() == batch.nodes() * record_size(batch.D) &&
                       node_lp.is_contiguous(),
                   "node_lp does not belong to these logits");
-  STD_TORCH_CHECK(ll.scalar_type() == ScalarType::Double && ll.numel() == batch.B,
+  STD_TORCH_CHECK(ll.scalar_type() == ScalarType::Double && ll.numel() == static_cast<int64_t>(lattices) * batch.B &&
+                      ll.is_contiguous(),
                   "ll does not belong to these logits");
-  STD_TORCH_CHECK(alpha_beta.scalar_type() == ScalarType::Double && alpha_beta.numel() == 2 * batch.nodes() &&
-                      alpha_beta.is_contiguous(),
+  STD_TORCH_CHECK(alpha_beta.scalar_type() == ScalarType::Double &&
+                      alpha_beta.numel() == 2 * lattices * batch.nodes() && alpha_beta.is_contiguous(),
                   "alpha_beta does not belong to these logits; was the forward run with need_grad?");
-  for (const Tensor* t : {&grad_losses, &node_lp, &ll, &alpha_beta}) {
-    STD_TORCH_CHECK(t->device() == logits.device(), "all tensors must be on the device of the logits");
+  for (const Tensor* t : {&ll, &alpha_beta}) {
+    STD_TORCH_CHECK(t->device() == node_lp.device(), "all tensors must be on the device of the logits");
   }
+}
+
+inline void check_upstream(const Tensor& grad_loss, const Tensor& weights, const Tensor& node_lp, int64_t B) {
+  const bool one_each = grad_loss.dim() == 1 && grad_loss.size(0) == B;
+  STD_TORCH_CHECK(grad_loss.scalar_type() == node_lp.scalar_type() && (grad_loss.dim() == 0 || one_each),
+                  "grad_loss must be one number or ", B, ", of the dtype of the losses");
+  STD_TORCH_CHECK(weights.scalar_type() == node_lp.scalar_type() && weights.dim() == 1 && weights.is_contiguous() &&
+                      (weights.size(0) == B || weights.size(0) == 0),
+                  "weights must be ", B, " contiguous numbers of the dtype of the losses, or none");
+  STD_TORCH_CHECK(grad_loss.device() == node_lp.device() && weights.device() == node_lp.device(),
+                  "all tensors must be on the device of the logits");
+}
+
+// A tile: rows of logits, tokens then durations, and the node index of each.
+inline NodeList check_tile(const Tensor& tile, const Tensor& nodes, const Tensor& node_lp, int64_t columns) {
+  STD_TORCH_CHECK(tile.dim() == 2 && tile.size(1) >= columns && (tile.stride(1) == 1 || tile.size(1) == 1),
+                  "tile must be a matrix of at least ", columns, " columns, contiguous in its rows");
+  STD_TORCH_CHECK(accumulate_type(tile.scalar_type()) == node_lp.scalar_type() && tile.device() == node_lp.device(),
+                  "tile must be on the device of node_lp and of a dtype that belongs to it");
+  STD_TORCH_CHECK(nodes.dim() == 1 && nodes.size(0) == tile.size(0) && nodes.scalar_type() == ScalarType::Int &&
+                      nodes.is_contiguous() && nodes.device() == tile.device(),
+                  "nodes must be a contiguous int32 vector with an index for each row of the tile");
+  return {tile.size(0), static_cast<const int32_t*>(nodes.const_data_ptr())};
 }
 
 inline Tensor empty_on(const Tensor& like, std::vector<int64_t> size, ScalarType type) {
@@ -129,7 +162,9 @@ inline Tensor zeros_on(const Tensor& like, std::vector<int64_t> size, ScalarType
 
 template <typename S>
 Rows<S> rows_of(const Tensor& t, int64_t column = 0) {
-  return {static_cast<S*>(t.data_ptr()) + column, t.stride(0), t.stride(1), t.stride(2)};
+  S* data = static_cast<S*>(t.data_ptr()) + column;
+  if (t.dim() == 2) return {data, t.stride(0), 0, 0, 0};  // a tile
+  return {data, 0, t.stride(0), t.stride(1), t.stride(2)};
 }
 
 // Token and duration rows: two tensors, or the two column ranges of a joint one.

@@ -1,7 +1,7 @@
 // The occupancy of the arcs that leave a node, eq. 7: the one piece of arithmetic between the lattice and the gradient.
 #pragma once
 
-#include "problem.h"
+#include "backend.h"
 
 namespace tdt {
 
@@ -13,24 +13,65 @@ struct ArcPair {
 TDT_HD float exp_of_sum(float, double x) { return expf(static_cast<float>(x)); }
 TDT_HD double exp_of_sum(double, double x) { return exp(x); }
 
-// Occupancies of the blank and the label arc of one duration d with log-probability dur_lp, out of node `at`.
-// from = alpha(t, u) - LL; record = the node's log-probabilities; beta = the whole (B, T, U1) tensor.
+// A node of a lattice that the forward has run. Only nodes of samples with a finite LL have occupancies.
 template <typename Acc>
-TDT_HD ArcPair<Acc> arc_occupancy(const Batch& batch, const Extent& extent, const Node& at, double from,
-                                  const Acc* record, Acc dur_lp, int d, const double* beta) {
-  ArcPair<Acc> occ{0, 0};
-  const int64_t t_to = static_cast<int64_t>(at.t) + d;
-  const bool lands = t_to < extent.T;
-  const bool exits = t_to == extent.T && at.u == extent.U;  // the final blank, beta = 1
-  if (d > 0 && (lands || exits)) {
-    const double beta_to = lands ? beta[batch.node(at.b, static_cast<int>(t_to), at.u)] : 0.0;
-    occ.blank = exp_of_sum(Acc(0), from + record[kBlankLp] + dur_lp + beta_to);
+struct OccupiedNode {
+  const Batch& batch;
+  const Extent& extent;
+  Node at;
+  const Arcs& arcs;
+  const Acc* record;   // the node's log-probabilities
+  double from;         // alpha(t, u) - LL
+  const double* beta;  // (B, T, U1)
+
+  // eq. 7 of arc pair i.
+  TDT_HD ArcPair<Acc> arc(int i) const {
+    ArcPair<Acc> occ{0, 0};
+    const int64_t t_to = static_cast<int64_t>(at.t) + arcs.d[i];
+    const bool lands = t_to < extent.T;
+    const bool exits = t_to == extent.T && at.u == extent.U;  // the final blank, beta = 1
+    const Acc dur_lp = arcs.dur_lp(record, i);
+    if (arcs.has_blank(i) && (lands || exits)) {
+      const double beta_to = lands ? beta[batch.node(at.b, static_cast<int>(t_to), at.u)] : 0.0;
+      occ.blank = exp_of_sum(Acc(0), from + record[kBlankLp] + dur_lp + beta_to);
+    }
+    if (arcs.has_label(i) && at.u < extent.U && lands) {
+      const double beta_to = beta[batch.node(at.b, static_cast<int>(t_to), at.u + 1)];
+      occ.label = exp_of_sum(Acc(0), from + record[kLabelLp] + dur_lp + beta_to);
+    }
+    return occ;
   }
-  if (at.u < extent.U && lands) {
-    occ.label =
-        exp_of_sum(Acc(0), from + record[kLabelLp] + dur_lp + beta[batch.node(at.b, static_cast<int>(t_to), at.u + 1)]);
-  }
-  return occ;
+};
+
+template <typename Acc>
+TDT_HD OccupiedNode<Acc> occupied_node(const Batch& batch, const Extent& extent, const Node& at, const Arcs& arcs,
+                                       const Saved<Acc>& saved, int lattice) {
+  const int64_t node = batch.node(at.b, at.t, at.u);
+  const double ll = saved.ll[static_cast<int64_t>(lattice) * batch.B + at.b];
+  return {batch,
+          extent,
+          at,
+          arcs,
+          saved.node_lp + node * record_size(batch.D),
+          saved.alpha(batch, lattice)[node] - ll,
+          saved.beta(batch, lattice)};
 }
+
+// What the log-likelihoods of a sample's lattices say about its gradient.
+struct SampleState {
+  bool lives;  // every lattice that counts has an alignment, and the sample is well formed
+  bool nan;    // a logit was NaN or +inf
+
+  TDT_HD static SampleState of(const double* ll, int B, int b, const Mixture& mixture) {
+    SampleState state{true, false};
+    for (int l = 0; l < mixture.n; ++l) {
+      if (mixture.weight[l] == 0.0) continue;
+      const double here = ll[static_cast<int64_t>(l) * B + b];
+      state.lives = state.lives && here > -INFINITY && here < INFINITY;
+      state.nan = state.nan || here != here;
+    }
+    return state;
+  }
+};
 
 }  // namespace tdt

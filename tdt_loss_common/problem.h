@@ -12,10 +12,34 @@ namespace tdt {
 
 constexpr int kMaxDurations = 64;
 
-// The set {d_0 ... d_{D-1}}, by value: no device memory, so that a call can be captured in a CUDA graph.
-struct Durations {
+// The arcs that may leave a node: for each i a blank and a label arc of d_i frames. TDT has one such pair for each of
+// its durations; RNN-T a blank of one frame and a label of none, without duration log-probabilities. By value: no
+// device memory, so that a call can be captured in a CUDA graph.
+struct Arcs {
   int n;
+  bool rnnt;
   int d[kMaxDurations];
+
+  TDT_HD bool has_blank(int i) const { return d[i] > 0; }
+  TDT_HD bool has_label(int i) const { return !rnnt || d[i] == 0; }
+  // eq. 3 of arc pair i, from a node's record
+  template <typename Acc>
+  TDT_HD Acc dur_lp(const Acc* record, int i) const;
+};
+
+inline Arcs rnnt_arcs() { return {2, true, {1, 0}}; }
+
+// The lattices over one set of log-probabilities whose losses are added with weights: one of weight 1, or with
+// 0 < omega TDT of weight 1 - omega and RNN-T of weight omega. A lattice of weight 0 does not count.
+constexpr int kMaxLattices = 2;
+
+struct Mixture {
+  int n;
+  double weight[kMaxLattices];
+
+  TDT_HD static Mixture of(int lattices, double omega) {
+    return lattices == 1 ? Mixture{1, {1.0, 0.0}} : Mixture{2, {1.0 - omega, omega}};
+  }
 };
 
 // A vector or matrix of int32 or int64, of any strides, read as int64 so that no value is cut before it is checked.
@@ -88,13 +112,24 @@ struct Batch {
   }
 };
 
-// The rows of a (B, T, U1, n) tensor whose last dimension is contiguous. Strides in elements.
+// The nodes whose rows are worked on: all of the batch in their order, or those of a tile, a list.
+struct NodeList {
+  int64_t n;
+  const int32_t* nodes;  // (n,), or null for all
+
+  TDT_HD int64_t at(int64_t row) const { return nodes ? nodes[row] : row; }
+};
+
+// The rows of a (B, T, U1, n) tensor, or of a tile (rows, n), whose last dimension is contiguous. Strides in elements:
+// of a tile all but the first are 0, of a tensor the first.
 template <typename S>
 struct Rows {
   S* data;
-  int64_t stride_b, stride_t, stride_u;
+  int64_t stride_row, stride_b, stride_t, stride_u;
 
-  TDT_HD S* row(int b, int t, int u) const { return data + b * stride_b + t * stride_t + u * stride_u; }
+  TDT_HD S* row(int64_t row, const Node& at) const {
+    return data + row * stride_row + at.b * stride_b + at.t * stride_t + at.u * stride_u;
+  }
 };
 
 // One record per node: lse(x), eq. 1, eq. 2, then eq. 3 for each duration. Padded so that a record is a multiple of 16
@@ -104,16 +139,25 @@ enum RecordField { kLse = 0, kBlankLp = 1, kLabelLp = 2, kDurLp = 3 };
 
 TDT_HD int record_size(int D) { return (kDurLp + D + 3) / 4 * 4; }
 
+template <typename Acc>
+TDT_HD Acc Arcs::dur_lp(const Acc* record, int i) const {
+  return rnnt ? Acc(0) : record[kDurLp + i];
+}
+
 // What ll (B,) holds beside log-likelihoods: a malformed sample (a length outside the tensor, a label outside [0, V))
 // has loss NaN and gradient 0. -inf says that there is no alignment (loss +inf, gradient 0), NaN that a logit was NaN
 // or +inf.
 constexpr double kMalformed = INFINITY;
 
-// eq. 6, with the marks of ll translated.
-TDT_HD double loss_of(double ll, bool zero_infinity) {
-  if (ll == kMalformed) return NAN;
-  if (ll == -INFINITY) return zero_infinity ? 0.0 : INFINITY;
-  return ll == 0.0 ? 0.0 : -ll;
+// eq. 6 of sample b, mixed; ll is (lattices, B). The marks of ll become what the user sees.
+TDT_HD double loss_of(const double* ll, int B, int b, const Mixture& mixture, bool zero_infinity) {
+  double loss = 0.0;
+  for (int l = 0; l < mixture.n; ++l) {
+    const double here = ll[static_cast<int64_t>(l) * B + b];
+    if (here == kMalformed) return NAN;
+    if (mixture.weight[l] != 0.0) loss += mixture.weight[l] * -here;
+  }
+  return loss == INFINITY && zero_infinity ? 0.0 : loss;
 }
 
 }  // namespace tdt

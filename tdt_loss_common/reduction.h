@@ -11,18 +11,36 @@ enum class Reduction { kNone, kSum, kMeanBatch, kMean, kMeanVolume };
 // A silent utterance must not turn the batch into inf: target lengths count as at least 1 where they divide.
 TDT_HD double at_least_one(int64_t n) { return n > 1 ? static_cast<double>(n) : 1.0; }
 
-// d loss / d losses_b. `labels`: the sum of all target lengths.
-TDT_HD double reduction_weight(Reduction reduction, const Batch& batch, int b, int64_t labels) {
+// d loss / d losses_b in a batch of B. `labels`: the sum of all target lengths.
+TDT_HD double reduction_weight(Reduction reduction, int B, const IndexView& target_lengths, int b, int64_t labels) {
   switch (reduction) {
     case Reduction::kMeanBatch:
-      return 1.0 / batch.B;
+      return 1.0 / B;
     case Reduction::kMean:
-      return 1.0 / batch.B / at_least_one(batch.target_lengths.at(b));
+      return 1.0 / B / at_least_one(target_lengths.at(b));
     case Reduction::kMeanVolume:
       return 1.0 / at_least_one(labels);
     default:
       return 1.0;
   }
 }
+
+// The stage between lattice and gradient: eq. 6 for each sample, and the reduction.
+struct Reducing {
+  int B;
+  IndexView target_lengths;  // (B,)
+  const double* ll;          // (lattices, B)
+  Mixture mixture;
+  bool zero_infinity;
+  Reduction reduction;
+};
+
+// Either losses or the other two are wanted, and not null.
+template <typename Acc>
+struct Reduced {
+  Acc* losses;   // (B,)
+  Acc* loss;     // ()
+  Acc* weights;  // (B,)
+};
 
 }  // namespace tdt

@@ -17,17 +17,18 @@ struct Weights {
   bool nan;
 
   template <typename Acc>
-  Weights(const Acc* record, int D) : blank(scaled_exp(record[kBlankLp])), label(scaled_exp(record[kLabelLp])) {
-    for (int i = 0; i < D; ++i) duration[i] = scaled_exp(record[kDurLp + i]);
-    nan = std::isnan(record[kBlankLp]) || (D > 0 && std::isnan(record[kDurLp]));
+  Weights(const Acc* record, const Arcs& arcs)
+      : blank(scaled_exp(record[kBlankLp])), label(scaled_exp(record[kLabelLp])) {
+    for (int i = 0; i < arcs.n; ++i) duration[i] = scaled_exp(arcs.dur_lp(record, i));
+    nan = std::isnan(record[kBlankLp]) || std::isnan(arcs.dur_lp(record, 0));
   }
 };
 
 template <typename Acc>
 class Sample {
  public:
-  Sample(const Batch& batch, const Durations& durations, const Acc* node_lp, int b)
-      : batch_(batch), durations_(durations), node_lp_(node_lp), b_(b), extent_(batch.extent(b)) {}
+  Sample(const Batch& batch, const Arcs& arcs, const Acc* node_lp, int b)
+      : batch_(batch), arcs_(arcs), node_lp_(node_lp), b_(b), extent_(batch.extent(b)) {}
 
   // eq. 4, pushed: when (t, u) is visited all that enters it has been added, since every arc raises t + u and leads to
   // a later frame or, in the same frame, to the right.
@@ -41,12 +42,12 @@ class Sample {
         out[batch_.node(b_, t, u)] = log_of(here);
         if (here.m == 0.0) continue;
         const Weights w = weights(t, u);
-        for (int i = 0; i < durations_.n; ++i) {
-          const int d = durations_.d[i];
+        for (int i = 0; i < arcs_.n; ++i) {
+          const int d = arcs_.d[i];
           if (d >= extent_.T - t) continue;  // lands outside
           const Scaled pushed = here * w.duration[i];
-          if (d > 0) add(alpha[index(t + d, u)], pushed * w.blank);
-          if (u < extent_.U) add(alpha[index(t + d, u + 1)], pushed * w.label);
+          if (arcs_.has_blank(i)) add(alpha[index(t + d, u)], pushed * w.blank);
+          if (arcs_.has_label(i) && u < extent_.U) add(alpha[index(t + d, u + 1)], pushed * w.label);
         }
       }
     }
@@ -63,12 +64,12 @@ class Sample {
         const Weights w = weights(t, u);
         nan = nan || w.nan;
         Scaled sum = scaled_zero();
-        for (int i = 0; i < durations_.n; ++i) {
-          const int d = durations_.d[i], left = extent_.T - t;
+        for (int i = 0; i < arcs_.n; ++i) {
+          const int d = arcs_.d[i], left = extent_.T - t;
           Scaled onward = scaled_zero();
-          if (d > 0 && d < left) onward = w.blank * beta[index(t + d, u)];
-          if (d > 0 && d == left && u == extent_.U) onward = w.blank;  // the exit, beta = 1
-          if (u < extent_.U && d < left) onward = onward + w.label * beta[index(t + d, u + 1)];
+          if (arcs_.has_blank(i) && d < left) onward = w.blank * beta[index(t + d, u)];
+          if (arcs_.has_blank(i) && d == left && u == extent_.U) onward = w.blank;  // the exit, beta = 1
+          if (arcs_.has_label(i) && u < extent_.U && d < left) onward = onward + w.label * beta[index(t + d, u + 1)];
           sum = sum + w.duration[i] * onward;
         }
         const Scaled here = normalized(sum);
@@ -89,13 +90,11 @@ class Sample {
 
   size_t size() const { return static_cast<size_t>(extent_.T) * (extent_.U + 1); }
   size_t index(int t, int u) const { return static_cast<size_t>(t) * (extent_.U + 1) + u; }
-  Weights weights(int t, int u) const {
-    return {node_lp_ + batch_.node(b_, t, u) * record_size(batch_.D), durations_.n};
-  }
+  Weights weights(int t, int u) const { return {node_lp_ + batch_.node(b_, t, u) * record_size(batch_.D), arcs_}; }
   static void add(Scaled& to, Scaled x) { to = to + x; }
 
   const Batch& batch_;
-  const Durations& durations_;
+  const Arcs& arcs_;
   const Acc* node_lp_;
   const int b_;
   const Extent extent_;
@@ -105,26 +104,26 @@ class Sample {
 
 template <>
 template <typename Acc>
-void Cpu::lattice(const Tensor&, const Batch& batch, const Durations& durations, const Acc* node_lp,
-                  const LatticeOutput<Acc>& out) {
-  const int64_t directions = out.alpha ? 2 : 1;
-  torch::stable::parallel_for(0, batch.B * directions, 1, [&](int64_t begin, int64_t end) {
+void Cpu::lattice(const Tensor&, const Batch& batch, const Arcs& arcs, int lattices, const Acc* node_lp,
+                  const LatticeOutput& out) {
+  const Arcs arcs_of_lattice[kMaxLattices] = {arcs, rnnt_arcs()};
+  const int64_t directions = out.alpha_beta ? 2 : 1;
+  torch::stable::parallel_for(0, batch.B * directions * lattices, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
-      const int b = static_cast<int>(task / directions);
-      Sample<Acc> sample(batch, durations, node_lp, b);
-      if (task % directions == 1) {
-        sample.alpha(out.alpha);
+      const int64_t direction = task % directions, lattice = task / directions % lattices;
+      const int b = static_cast<int>(task / directions / lattices);
+      double* alpha = out.alpha_beta ? out.alpha_beta + 2 * lattice * batch.nodes() : nullptr;
+      Sample<Acc> sample(batch, arcs_of_lattice[lattice], node_lp, b);
+      if (direction == 1) {
+        sample.alpha(alpha);
       } else {
-        out.ll[b] = sample.beta(out.beta);
-        out.losses[b] = static_cast<Acc>(loss_of(out.ll[b], out.zero_infinity));
+        out.ll[lattice * batch.B + b] = sample.beta(alpha ? alpha + batch.nodes() : nullptr);
       }
     }
   });
 }
 
-template void Cpu::lattice<float>(const Tensor&, const Batch&, const Durations&, const float*,
-                                  const LatticeOutput<float>&);
-template void Cpu::lattice<double>(const Tensor&, const Batch&, const Durations&, const double*,
-                                   const LatticeOutput<double>&);
+template void Cpu::lattice<float>(const Tensor&, const Batch&, const Arcs&, int, const float*, const LatticeOutput&);
+template void Cpu::lattice<double>(const Tensor&, const Batch&, const Arcs&, int, const double*, const LatticeOutput&);
 
 }  // namespace tdt

@@ -24,86 +24,121 @@ void store_row(const accumulate_t<S>* values, S* out, int n) {
 
 template <>
 template <typename S>
-void Cpu::log_probs(const Tensor&, const Batch& batch, const LogitRows<S>& logits, accumulate_t<S>* node_lp, int blank,
-                    double sigma) {
+void Cpu::log_probs(const Tensor&, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
+                    accumulate_t<S>* node_lp, const Emission& emission) {
   using Acc = accumulate_t<S>;
   const int R = record_size(batch.D);
-  torch::stable::parallel_for(0, batch.nodes(), kGrain, [&](int64_t begin, int64_t end) {
+  const Acc sigma = static_cast<Acc>(emission.sigma);
+  torch::stable::parallel_for(0, list.n, kGrain, [&](int64_t begin, int64_t end) {
     std::vector<Acc> buffer;
-    for (int64_t node = begin; node < end; ++node) {
-      const auto [b, t, u] = batch.node_at(node);
-      const Extent extent = batch.extent(b);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t node = list.at(row);
+      const Node at = batch.node_at(node);
+      const Extent extent = batch.extent(at.b);
       Acc* record = node_lp + node * R;
       std::fill(record, record + R, Acc(0));
-      if (!extent.has(t, u)) continue;  // padding is not read
+      if (!extent.has(at.t, at.u)) continue;  // padding is not read
 
-      const Acc* x = widened(logits.tokens.row(b, t, u), batch.V, buffer);
+      const Acc* x = widened(logits.tokens.row(row, at), batch.V, buffer);
       const Acc lse = row_logsumexp(x, batch.V);
-      const int y = u < extent.U ? batch.label(b, u) : -1;
+      const int y = at.u < extent.U ? batch.label(at.b, at.u) : -1;
+      const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - at.t));
       record[kLse] = lse;
-      record[kBlankLp] = x[blank] - lse - static_cast<Acc>(sigma);                  // eq. 1
-      record[kLabelLp] = y < 0 ? -INFINITY : x[y] - lse - static_cast<Acc>(sigma);  // eq. 2
+      record[kBlankLp] = x[emission.blank] - lse - sigma;                 // eq. 1
+      record[kLabelLp] = y < 0 ? -INFINITY : x[y] - lse - sigma + delay;  // eq. 2
       if (batch.D == 0) continue;
-      const Acc* z = widened(logits.durations.row(b, t, u), batch.D, buffer);
+      const Acc* z = widened(logits.durations.row(row, at), batch.D, buffer);
       const Acc lse_z = row_logsumexp(z, batch.D);
       for (int i = 0; i < batch.D; ++i) record[kDurLp + i] = z[i] - lse_z;  // eq. 3
     }
   });
 }
 
+namespace {
+
+// Sums of a node's occupancies over its arcs and lattices, as the gradient takes them.
+template <typename Acc>
+struct NodeSums {
+  Acc blank = 0, label = 0;    // G_blank, G_label
+  std::vector<Acc> durations;  // G_i of the TDT lattice
+
+  explicit NodeSums(int D) : durations(D) {}
+
+  void collect(const Batch& batch, const Extent& extent, const Node& at, const Saved<Acc>& saved,
+               const Shaping& shaping) {
+    blank = label = 0;
+    std::fill(durations.begin(), durations.end(), Acc(0));
+    for (int l = 0; l < shaping.mixture.n; ++l) {
+      const Acc share = static_cast<Acc>(shaping.mixture.weight[l]);
+      if (share == 0) continue;
+      const Acc label_share = share * static_cast<Acc>(1.0 + shaping.fastemit_lambda);
+      const Arcs& arcs = shaping.arcs[l];
+      const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, arcs, saved, l);
+      for (int i = 0; i < arcs.n; ++i) {
+        const ArcPair<Acc> occ = occupied.arc(i);
+        blank += share * occ.blank;
+        label += label_share * occ.label;
+        if (!arcs.rnnt) durations[i] = share * occ.blank + label_share * occ.label;
+      }
+    }
+  }
+};
+
+}  // namespace
+
 template <>
 template <typename S>
-void Cpu::gradient(const Tensor&, const Batch& batch, const Durations& durations, const LogitRows<S>& logits,
-                   const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved, int blank) {
+void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
+                   const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
+                   const Upstream<accumulate_t<S>>& upstream, const Shaping& shaping) {
   using Acc = accumulate_t<S>;
   const int R = record_size(batch.D);
-  torch::stable::parallel_for(0, batch.nodes(), kGrain, [&](int64_t begin, int64_t end) {
-    std::vector<Acc> buffer, result(batch.V), G_i(batch.D);
-    for (int64_t node = begin; node < end; ++node) {
+  torch::stable::parallel_for(0, list.n, kGrain, [&](int64_t begin, int64_t end) {
+    std::vector<Acc> buffer, result(batch.V);
+    NodeSums<Acc> G(batch.D);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t node = list.at(row);
       const Node at = batch.node_at(node);
-      const auto [b, t, u] = at;
-      const Extent extent = batch.extent(b);
-      const double ll = saved.ll[b];
+      const Extent extent = batch.extent(at.b);
+      const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.mixture);
       const Acc* record = saved.node_lp + node * R;
-      const Acc scale = saved.grad_losses[b];
-      const bool valid = extent.has(t, u);
+      const Acc scale = upstream.at(at.b);
+      const Acc limit = shaping.clamp > 0 ? static_cast<Acc>(shaping.clamp) * std::abs(scale) : Acc(INFINITY);
+      const bool valid = extent.has(at.t, at.u);
+      const bool lives = valid && sample.lives;
+      if (lives) G.collect(batch, extent, at, saved, shaping);
 
-      Acc G_blank = 0, G_label = 0;
-      if (valid && std::isfinite(ll)) {
-        for (int i = 0; i < batch.D; ++i) {
-          const auto [blank_occ, label_occ] = arc_occupancy(batch, extent, at, saved.alpha[node] - ll, record,
-                                                            record[kDurLp + i], durations.d[i], saved.beta);
-          G_blank += blank_occ;
-          G_label += label_occ;
-          G_i[i] = blank_occ + label_occ;
-        }
+      S* grad_x = grad.tokens.row(row, at);
+      S* grad_z = grad.durations.row(row, at);
+      const Acc G_all = G.blank + G.label;
+      if (!lives || G_all == 0) {  // padding, no alignment through this node, or a malformed sample; x need not be read
+        const S value = static_cast<S>(valid && sample.nan ? Acc(NAN) : Acc(0));
+        std::fill(grad_x, grad_x + batch.V, value);
+        std::fill(grad_z, grad_z + batch.D, value);
+        continue;
       }
-      const Acc G = G_blank + G_label;
-      const bool nan = valid && std::isnan(ll);
-
-      S* grad_x = grad.tokens.row(b, t, u);
-      if (G == 0) {  // padding, no alignment through this node, or a malformed sample; x need not be read
-        std::fill(grad_x, grad_x + batch.V, static_cast<S>(nan ? Acc(NAN) : Acc(0)));
-      } else {
-        row_softmax(widened(logits.tokens.row(b, t, u), batch.V, buffer), result.data(), batch.V, record[kLse],
-                    G * scale);  // eq. 8
-        result[blank] -= G_blank * scale;
-        if (u < extent.U) result[batch.label(b, u)] -= G_label * scale;
-        store_row<S>(result.data(), grad_x, batch.V);
-      }
-      S* grad_z = grad.durations.row(b, t, u);
+      row_softmax(widened(logits.tokens.row(row, at), batch.V, buffer), result.data(), batch.V, record[kLse],
+                  G_all * scale);  // eq. 8
+      result[shaping.blank] -= G.blank * scale;
+      if (at.u < extent.U) result[batch.label(at.b, at.u)] -= G.label * scale;
+      if (limit < INFINITY) row_clamp(result.data(), batch.V, limit);
+      store_row<S>(result.data(), grad_x, batch.V);
+      Acc G_tdt = 0;
+      for (const Acc G_i : G.durations) G_tdt += G_i;
       for (int i = 0; i < batch.D; ++i) {
-        const Acc value = G == 0 ? Acc(0) : (std::exp(record[kDurLp + i]) * G - G_i[i]) * scale;  // eq. 9
-        grad_z[i] = static_cast<S>(nan ? Acc(NAN) : value);
+        const Acc value = (std::exp(record[kDurLp + i]) * G_tdt - G.durations[i]) * scale;  // eq. 9
+        grad_z[i] = static_cast<S>(value > limit ? limit : value < -limit ? -limit : value);
       }
     }
   });
 }
 
-#define TDT_INSTANTIATE(S)                                                                                          \
-  template void Cpu::log_probs<S>(const Tensor&, const Batch&, const LogitRows<S>&, accumulate_t<S>*, int, double); \
-  template void Cpu::gradient<S>(const Tensor&, const Batch&, const Durations&, const LogitRows<S>&,                \
-                                 const LogitRows<S>&, const Saved<accumulate_t<S>>&, int);
+#define TDT_INSTANTIATE(S)                                                                                             \
+  template void Cpu::log_probs<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&, accumulate_t<S>*, \
+                                  const Emission&);                                                                    \
+  template void Cpu::gradient<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&,                    \
+                                 const LogitRows<S>&, const Saved<accumulate_t<S>>&, const Upstream<accumulate_t<S>>&, \
+                                 const Shaping&);
 TDT_INSTANTIATE(float)
 TDT_INSTANTIATE(double)
 TDT_INSTANTIATE(Half)

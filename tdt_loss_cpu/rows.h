@@ -71,6 +71,11 @@ TDT_SIMD inline void row_softmax(const float* x, float* out, int n, float lse, f
   for (int i = 0; i < n; ++i) out[i] = exp_of(x[i] - lse) * scale;
 }
 
+template <typename Acc>
+void row_clamp(Acc* x, int n, Acc limit) {
+  for (int i = 0; i < n; ++i) x[i] = x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
+}
+
 inline double row_max(const double* x, int n) {
   double m = -INFINITY;
   for (int i = 0; i < n; ++i) m = std::max(m, x[i]);

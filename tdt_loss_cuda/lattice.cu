@@ -23,8 +23,12 @@
 //   d loss / d z_i = softmax(z)_i G - G_i                                                                       (9)
 // clang-format on
 //
+// RNN-T is the same lattice with two arcs: a blank of one frame and a label of none, and no eq. 3 in their weights. The
+// mixture (1 - omega) TDT + omega RNN-T runs both over the same log-probabilities.
+//
 // Work: a block owns a strip of 32 columns u of one sample in one direction (strip.cuh), so there is no limit on U.
-// beta is the same march in mirrored coordinates (T-1-t, U-u), and both directions of all samples are one launch.
+// beta is the same march in mirrored coordinates (T-1-t, U-u); both directions of all samples and lattices are one
+// launch.
 //
 // Numbers are Scaled (scaled.h), exact to double precision however long the path; alpha and beta are stored as float64
 // logarithms.
@@ -34,11 +38,21 @@ namespace tdt {
 namespace cuda {
 namespace {
 
-template <typename Acc, int kRing, bool kFar>
-__global__ void __launch_bounds__(kThreadsOf<kRing>, kRing <= kShortRing ? 2 : 1)
+template <class Ring, typename Acc>
+__device__ void run_strip(const LatticeParams<Acc>& p, const Extent& extent, int lattice, int direction, int b,
+                          int strip, void* shared) {
+  auto* stages = static_cast<Stage<Ring>*>(shared);
+  if (direction == kForward) {
+    Strip<Acc, Ring, kForward>(p, extent, lattice, b, strip, stages).run();
+  } else {
+    Strip<Acc, Ring, kBackward>(p, extent, lattice, b, strip, stages).run();
+  }
+}
+
+template <typename Acc, class Ring>
+__global__ void __launch_bounds__(kThreadsOf<Ring>, Ring::kFar ? 1 : 2)
     lattice_kernel(const __grid_constant__ LatticeParams<Acc> p) {
   extern __shared__ __align__(16) char shared[];
-  auto* stages = reinterpret_cast<Stage<kRing>*>(shared);
   // Tickets, not block indices: a strip waits for the one before it, which has then certainly started.
   unsigned ticket = blockIdx.x;
   if (p.ticket) {
@@ -48,8 +62,9 @@ __global__ void __launch_bounds__(kThreadsOf<kRing>, kRing <= kShortRing ? 2 : 1
     ticket = *drawn;
     __syncthreads();
   }
-  const unsigned lattices = static_cast<unsigned>(p.batch.B) * p.directions;
-  const int strip = ticket / lattices, direction = ticket % lattices / p.batch.B, b = ticket % p.batch.B;
+  const unsigned chains = static_cast<unsigned>(p.batch.B) * p.directions * p.lattices;
+  const int strip = ticket / chains, chain = ticket % chains / p.batch.B, b = ticket % p.batch.B;
+  const int direction = chain % p.directions, lattice = chain / p.directions;
   const Extent extent = p.batch.extent(b);
   if (strip * kWarp > extent.U) return;
 
@@ -58,15 +73,14 @@ __global__ void __launch_bounds__(kThreadsOf<kRing>, kRing <= kShortRing ? 2 : 1
   const bool malformed = __syncthreads_or(bad_label || !extent.ok);
   if (malformed || extent.T == 0) {
     if (strip == 0 && direction == kBackward && threadIdx.x == 0) {
-      p.out.ll[b] = malformed ? kMalformed : -static_cast<double>(INFINITY);
-      p.out.losses[b] = static_cast<Acc>(loss_of(p.out.ll[b], p.out.zero_infinity));
+      p.ll[static_cast<int64_t>(lattice) * p.batch.B + b] = malformed ? kMalformed : -static_cast<double>(INFINITY);
     }
     return;
   }
-  if (direction == kForward) {
-    Strip<Acc, kRing, kFar, kForward>(p, extent, b, strip, stages).run();
+  if (Ring::kRnnt || lattice == 0) {
+    run_strip<Ring>(p, extent, lattice, direction, b, strip, shared);
   } else {
-    Strip<Acc, kRing, kFar, kBackward>(p, extent, b, strip, stages).run();
+    run_strip<RnntRing<Ring::kChunk>>(p, extent, lattice, direction, b, strip, shared);
   }
 }
 
@@ -75,8 +89,8 @@ template <typename Acc>
 bool assign_arcs(LatticeParams<Acc>& p, int ring) {
   for (int d = 0; d <= ring; ++d) p.column[d] = -1;
   p.n_far = 0;
-  for (int i = 0; i < p.durations.n; ++i) {
-    const int d = p.durations.d[i];
+  for (int i = 0; i < p.arcs.n; ++i) {
+    const int d = p.arcs.d[i];
     if (d <= ring && p.column[d] < 0) {
       p.column[d] = i;
     } else {
@@ -86,13 +100,12 @@ bool assign_arcs(LatticeParams<Acc>& p, int ring) {
   return p.n_far == 0;
 }
 
-template <typename Acc, int kRing, bool kFar>
+template <class Ring, typename Acc>
 void launch_lattice(const LatticeParams<Acc>& p, cudaStream_t stream) {
-  constexpr int kShared = 2 * sizeof(Stage<kRing>);
-  STD_CUDA_CHECK(
-      cudaFuncSetAttribute(lattice_kernel<Acc, kRing, kFar>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
-  const unsigned blocks = static_cast<unsigned>(p.batch.B) * p.directions * p.strips;
-  lattice_kernel<Acc, kRing, kFar><<<blocks, kThreadsOf<kRing>, kShared, stream>>>(p);
+  constexpr int kShared = 2 * sizeof(Stage<Ring>);
+  STD_CUDA_CHECK(cudaFuncSetAttribute(lattice_kernel<Acc, Ring>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
+  const unsigned blocks = static_cast<unsigned>(p.batch.B) * p.directions * p.lattices * p.strips;
+  lattice_kernel<Acc, Ring><<<blocks, kThreadsOf<Ring>, kShared, stream>>>(p);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -101,46 +114,44 @@ void launch_lattice(const LatticeParams<Acc>& p, cudaStream_t stream) {
 
 template <>
 template <typename Acc>
-void Cuda::lattice(const Tensor& like, const Batch& batch, const Durations& durations, const Acc* node_lp,
-                   const LatticeOutput<Acc>& out) {
+void Cuda::lattice(const Tensor& like, const Batch& batch, const Arcs& arcs, int lattices, const Acc* node_lp,
+                   const LatticeOutput& out) {
   const cuda::LaunchScope scope(like);
   cuda::LatticeParams<Acc> p{};
   p.batch = batch;
-  p.durations = durations;
+  p.arcs = arcs;
   p.node_lp = node_lp;
-  p.out = out;
-  p.store = out.alpha != nullptr;
-  p.directions = p.store ? 2 : 1;
+  p.ll = out.ll;
+  p.alpha_beta = out.alpha_beta;
+  p.lattices = lattices;
+  p.directions = out.alpha_beta ? 2 : 1;
   p.strips = (batch.max_U1 + cuda::kWarp - 1) / cuda::kWarp;
 
-  // Far arcs read beta back even when no gradient is wanted.
-  const bool far = !cuda::assign_arcs(p, cuda::kShortRing) && !cuda::assign_arcs(p, cuda::kLongRing);
-  OptionalTensor beta;
-  if (far && !p.store) {
-    beta = zeros_on(like, {batch.nodes()}, ScalarType::Double);
-    p.out.beta = static_cast<double*>(beta->mutable_data_ptr());
-    p.store = true;
+  OptionalTensor counters, handover, scratch;
+  const bool far = !arcs.rnnt && !cuda::assign_arcs(p, cuda::ShortRing::kBlanks);
+  if (far && !p.alpha_beta) {  // far arcs read beta back even when no gradient is wanted
+    scratch = empty_on(like, {2 * lattices * batch.nodes()}, ScalarType::Double);
+    p.alpha_beta = static_cast<double*>(scratch->mutable_data_ptr());
   }
-  OptionalTensor counters, handover;
   if (p.strips > 1) {
-    const int64_t chains = static_cast<int64_t>(p.strips) * p.directions * batch.B;
+    const int64_t chains = static_cast<int64_t>(p.strips) * p.lattices * p.directions * batch.B;
     counters = zeros_on(like, {chains + 1}, ScalarType::Int);
     handover = empty_on(like, {chains * batch.max_T * 2}, ScalarType::Double);
     p.ticket = static_cast<int*>(counters->mutable_data_ptr());
     p.progress = p.ticket + 1;
     p.handover = static_cast<Scaled*>(handover->mutable_data_ptr());
   }
-  if (cuda::assign_arcs(p, cuda::kShortRing)) {
-    cuda::launch_lattice<Acc, cuda::kShortRing, false>(p, scope.stream());
+  if (arcs.rnnt) {
+    cuda::launch_lattice<cuda::RnntRing<8>>(p, scope.stream());
+  } else if (far) {
+    cuda::assign_arcs(p, cuda::LongRing::kBlanks);
+    cuda::launch_lattice<cuda::LongRing>(p, scope.stream());
   } else {
-    cuda::assign_arcs(p, cuda::kLongRing);
-    cuda::launch_lattice<Acc, cuda::kLongRing, true>(p, scope.stream());
+    cuda::launch_lattice<cuda::ShortRing>(p, scope.stream());
   }
 }
 
-template void Cuda::lattice<float>(const Tensor&, const Batch&, const Durations&, const float*,
-                                   const LatticeOutput<float>&);
-template void Cuda::lattice<double>(const Tensor&, const Batch&, const Durations&, const double*,
-                                    const LatticeOutput<double>&);
+template void Cuda::lattice<float>(const Tensor&, const Batch&, const Arcs&, int, const float*, const LatticeOutput&);
+template void Cuda::lattice<double>(const Tensor&, const Batch&, const Arcs&, int, const double*, const LatticeOutput&);
 
 }  // namespace tdt

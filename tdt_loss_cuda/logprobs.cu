@@ -68,22 +68,24 @@ __device__ accumulate_t<S> row_logsumexp(const S* x, int n, const RowGroup<kThre
   return lse.value();
 }
 
-// The node of this thread's row, or -1 beyond the last.
+// The row of this thread.
 template <int kThreads>
-__device__ int64_t group_node(const Batch& batch) {
-  const int64_t node = static_cast<int64_t>(blockIdx.x) * (kBlock / kThreads) + threadIdx.x / kThreads;
-  return node < batch.nodes() ? node : -1;
+__device__ int64_t group_row() {
+  return static_cast<int64_t>(blockIdx.x) * (kBlock / kThreads) + threadIdx.x / kThreads;
 }
 
 template <typename S, int kThreads>
 __global__ void __launch_bounds__(kBlock, min_blocks<S>())
-    log_probs_kernel(const __grid_constant__ Batch batch, const __grid_constant__ LogitRows<S> logits,
-                     accumulate_t<S>* node_lp, int blank, accumulate_t<S> sigma) {
+    log_probs_kernel(const __grid_constant__ Batch batch, const NodeList list,
+                     const __grid_constant__ LogitRows<S> logits, accumulate_t<S>* node_lp,
+                     const __grid_constant__ Emission emission) {
   using Acc = accumulate_t<S>;
   const RowGroup<kThreads> group;
-  const int64_t node = group_node<kThreads>(batch);
-  if (node < 0) return;
-  const auto [b, t, u] = batch.node_at(node);
+  const int64_t row = group_row<kThreads>();
+  if (row >= list.n) return;
+  const int64_t node = list.at(row);
+  const Node at = batch.node_at(node);
+  const auto [b, t, u] = at;
   const Extent extent = batch.extent(b);
   const int R = record_size(batch.D);
   Acc* record = node_lp + node * R;
@@ -94,14 +96,14 @@ __global__ void __launch_bounds__(kBlock, min_blocks<S>())
 
   // Everything but the row itself is asked for first, to arrive while the row does. Lane l has field l of the record,
   // and l + kLanes and so on where there are many durations.
-  const S* x = logits.tokens.row(b, t, u);
-  const S* z = logits.durations.row(b, t, u);
+  const S* x = logits.tokens.row(row, at);
+  const S* z = logits.durations.row(row, at);
   const auto duration_logit = [&](int field) {
     const int i = field - kDurLp;
     return i >= 0 && i < batch.D ? widen(z[i]) : negative_infinity<Acc>();
   };
   const int y = u < extent.U ? batch.label(b, u) : -1;
-  const Acc x_blank = widen(x[blank]);
+  const Acc x_blank = widen(x[emission.blank]);
   const Acc x_label = y < 0 ? negative_infinity<Acc>() : widen(x[y]);
   const Acc first[1] = {duration_logit(group.lane)};
 
@@ -113,11 +115,13 @@ __global__ void __launch_bounds__(kBlock, min_blocks<S>())
   durations.merge(group);
   const Acc lse_z = durations.value();
 
+  const Acc sigma = static_cast<Acc>(emission.sigma);
+  const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - t));
   for (int field = group.lane; field < R; field += group.kLanes) {
     Acc value = field == group.lane ? first[0] - lse_z : duration_logit(field) - lse_z;  // eq. 3
     if (field == kLse) value = lse;
-    if (field == kBlankLp) value = x_blank - lse - sigma;                                     // eq. 1
-    if (field == kLabelLp) value = y < 0 ? negative_infinity<Acc>() : x_label - lse - sigma;  // eq. 2
+    if (field == kBlankLp) value = x_blank - lse - sigma;                                             // eq. 1
+    if (field == kLabelLp) value = y < 0 ? negative_infinity<Acc>() : x_label - lse - sigma + delay;  // eq. 2
     record[field] = field < kDurLp + batch.D ? value : Acc(0);
   }
 }
@@ -137,10 +141,12 @@ template <typename Acc>
 struct TokenGradient {
   Acc lse, scaled_G, scaled_blank, scaled_label;
   int blank, label;  // label -1: no such column
+  Acc limit;         // of every entry: clamp times the upstream gradient, or +inf
 
+  __device__ __forceinline__ Acc clamped(Acc x) const { return x > limit ? limit : x < -limit ? -limit : x; }
   __device__ __forceinline__ Acc softmax_part(Acc x) const { return exp_of(x - lse) * scaled_G; }
   __device__ __forceinline__ Acc operator()(Acc x, int v) const {
-    return softmax_part(x) - (v == blank ? scaled_blank : Acc(0)) - (v == label ? scaled_label : Acc(0));
+    return clamped(softmax_part(x) - (v == blank ? scaled_blank : Acc(0)) - (v == label ? scaled_label : Acc(0)));
   }
 };
 
@@ -160,7 +166,8 @@ __device__ void gradient_row(const S* x, S* out, int n, const TokenGradient<accu
   if (owns_blank) at_blank = x[gradient.blank];
   if (owns_label) at_label = x[gradient.label];
 
-  if (thread < split.head) out[thread] = narrow<S>(gradient.softmax_part(widen(x[thread])));
+  if (thread < split.head) out[thread] = narrow<S>(gradient.clamped(gradient.softmax_part(widen(x[thread]))));
+  const bool clamps = gradient.limit < static_cast<accumulate_t<S>>(INFINITY);
   for (int i = thread; i < split.vectors; i += kThreads * kUnroll) {
     Vector<S> loaded[kUnroll];
 #pragma unroll
@@ -173,12 +180,16 @@ __device__ void gradient_row(const S* x, S* out, int n, const TokenGradient<accu
         accumulate_t<S> values[kSize];
 #pragma unroll
         for (int j = 0; j < kSize; ++j) values[j] = gradient.softmax_part(loaded[k].at(j));
+        if (clamps) {
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) values[j] = gradient.clamped(values[j]);
+        }
         Vector<S>::pack(values).store(out + split.head + (i + k * kThreads) * kSize);
       }
     }
   }
   if (thread < n - split.tail) {
-    out[split.tail + thread] = narrow<S>(gradient.softmax_part(widen(x[split.tail + thread])));
+    out[split.tail + thread] = narrow<S>(gradient.clamped(gradient.softmax_part(widen(x[split.tail + thread]))));
   }
   if (owns_blank) out[gradient.blank] = narrow<S>(gradient(widen(at_blank), gradient.blank));
   if (owns_label) out[gradient.label] = narrow<S>(gradient(widen(at_label), gradient.label));
@@ -186,65 +197,83 @@ __device__ void gradient_row(const S* x, S* out, int n, const TokenGradient<accu
 
 template <typename S, int kThreads>
 __global__ void __launch_bounds__(kBlock, min_blocks<S>())
-    gradient_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Durations durations,
+    gradient_kernel(const __grid_constant__ Batch batch, const NodeList list,
                     const __grid_constant__ LogitRows<S> logits, const __grid_constant__ LogitRows<S> grad,
-                    const __grid_constant__ Saved<accumulate_t<S>> saved, int blank) {
+                    const __grid_constant__ Saved<accumulate_t<S>> saved,
+                    const __grid_constant__ Upstream<accumulate_t<S>> upstream,
+                    const __grid_constant__ Shaping shaping) {
   using Acc = accumulate_t<S>;
   const RowGroup<kThreads> group;
-  const int64_t node = group_node<kThreads>(batch);
-  if (node < 0) return;
+  const int64_t row = group_row<kThreads>();
+  if (row >= list.n) return;
+  const int64_t node = list.at(row);
   const Node at = batch.node_at(node);
   const auto [b, t, u] = at;
   const Extent extent = batch.extent(b);
-  const double ll = saved.ll[b];
-  const bool valid = extent.has(t, u), lives = valid && isfinite(ll);
-  const Acc* record = saved.node_lp + node * record_size(batch.D);
-  const double from = lives ? saved.alpha[node] - ll : 0.0;
-  const auto occupancy = [&](int i) {
-    return arc_occupancy(batch, extent, at, from, record, record[kDurLp + i], durations.d[i], saved.beta);
+  const SampleState sample = SampleState::of(saved.ll, batch.B, b, shaping.mixture);
+  const bool valid = extent.has(t, u), lives = valid && sample.lives;
+  // The share of the label arcs of a lattice, and that of its blank arcs.
+  const auto label_share = [&](int l) {
+    return static_cast<Acc>(shaping.mixture.weight[l]) * static_cast<Acc>(1.0 + shaping.fastemit_lambda);
   };
+  const auto blank_share = [&](int l) { return static_cast<Acc>(shaping.mixture.weight[l]); };
 
-  // Lane i weighs duration i. Every warp of a long row does so for itself: cheaper than to wait for one.
-  Acc G_blank = 0, G_label = 0;
+  // Lane i weighs arc pair i. Every warp of a long row does so for itself: cheaper than to wait for one.
+  Acc G_blank = 0, G_label = 0, G_tdt = 0;
   if (lives) {
-    for (int i = group.lane; i < batch.D; i += group.kLanes) {
-      const auto [blank_occ, label_occ] = occupancy(i);
-      G_blank += blank_occ;
-      G_label += label_occ;
+    for (int l = 0; l < shaping.mixture.n; ++l) {
+      if (shaping.mixture.weight[l] == 0.0) continue;
+      const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[l], saved, l);
+      for (int i = group.lane; i < shaping.arcs[l].n; i += group.kLanes) {
+        const auto [blank_occ, label_occ] = occupied.arc(i);
+        G_blank += blank_share(l) * blank_occ;
+        G_label += label_share(l) * label_occ;
+      }
+      if (l == 0) G_tdt = G_blank + G_label;
     }
   }
   G_blank = group.sum(G_blank);
   G_label = group.sum(G_label);
   const Acc G = G_blank + G_label;
-  const Acc scale = saved.grad_losses[b];
-  const bool nan = valid && isnan(ll);
+  const Acc scale = upstream.at(b);
+  const bool nan = valid && sample.nan;
 
-  S* grad_x = grad.tokens.row(b, t, u);
+  S* grad_x = grad.tokens.row(row, at);
+  S* grad_z = grad.durations.row(row, at);
   if (G == 0) {  // padding, no alignment through this node, or a malformed sample: x is not read
-    fill_row<S, kThreads>(grad_x, batch.V, narrow<S>(nan ? Acc(NAN) : Acc(0)), group.thread);
-  } else {
-    const int label = u < extent.U ? batch.label(b, u) : -1;
-    const TokenGradient<Acc> gradient{record[kLse], G * scale, G_blank * scale, G_label * scale, blank, label};
-    gradient_row<S, kThreads>(logits.tokens.row(b, t, u), grad_x, batch.V, gradient, group.thread);
+    const S value = narrow<S>(nan ? Acc(NAN) : Acc(0));
+    fill_row<S, kThreads>(grad_x, batch.V, value, group.thread);
+    for (int i = group.thread; i < batch.D; i += kThreads) grad_z[i] = value;
+    return;
   }
-  S* grad_z = grad.durations.row(b, t, u);
+  const Acc* record = saved.node_lp + node * record_size(batch.D);
+  const int label = u < extent.U ? batch.label(b, u) : -1;
+  const Acc limit = shaping.clamp > 0 ? static_cast<Acc>(shaping.clamp) * fabs(scale) : static_cast<Acc>(INFINITY);
+  const TokenGradient<Acc> gradient{record[kLse], G * scale, G_blank * scale, G_label * scale, shaping.blank,
+                                    label,        limit};
+  gradient_row<S, kThreads>(logits.tokens.row(row, at), grad_x, batch.V, gradient, group.thread);
+  if (batch.D == 0) return;
+  const bool tdt_counts = blank_share(0) != 0;
+  G_tdt = shaping.mixture.n == 1 ? G : group.sum(G_tdt);
+  const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[0], saved, 0);
   for (int i = group.thread; i < batch.D; i += kThreads) {
-    Acc value = nan ? Acc(NAN) : Acc(0);
-    if (G != 0) {
-      const auto [blank_occ, label_occ] = occupancy(i);
-      value = (exp(record[kDurLp + i]) * G - (blank_occ + label_occ)) * scale;  // eq. 9
+    Acc value = 0;
+    if (tdt_counts) {
+      const auto [blank_occ, label_occ] = occupied.arc(i);
+      const Acc G_i = blank_share(0) * blank_occ + label_share(0) * label_occ;
+      value = gradient.clamped((exp(record[kDurLp + i]) * G_tdt - G_i) * scale);  // eq. 9
     }
     grad_z[i] = narrow<S>(value);
   }
 }
 
-// Calls f with the number of threads for each row: kFewest, or as many more as fill the GPU.
+// Calls f with the number of threads for each of `rows` rows of V: kFewest, or as many more as fill the GPU.
 template <typename S, int kFewest, typename F>
-void with_row_threads(const Batch& batch, F&& f) {
-  const bool is_short = batch.V * static_cast<int64_t>(sizeof(S)) < kShortRow;
-  if (is_short && batch.nodes() * kFewest >= kFillsGpu) {
+void with_row_threads(int V, int64_t rows, F&& f) {
+  const bool is_short = V * static_cast<int64_t>(sizeof(S)) < kShortRow;
+  if (is_short && rows * kFewest >= kFillsGpu) {
     f(std::integral_constant<int, kFewest>{});
-  } else if (is_short || batch.nodes() * kWarp >= kFillsGpu) {
+  } else if (is_short || rows * kWarp >= kFillsGpu) {
     f(std::integral_constant<int, kWarp>{});
   } else {
     f(std::integral_constant<int, kBlock>{});
@@ -256,36 +285,39 @@ void with_row_threads(const Batch& batch, F&& f) {
 
 template <>
 template <typename S>
-void Cuda::log_probs(const Tensor& like, const Batch& batch, const LogitRows<S>& logits, accumulate_t<S>* node_lp,
-                     int blank, double sigma) {
+void Cuda::log_probs(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
+                     accumulate_t<S>* node_lp, const Emission& emission) {
   const cuda::LaunchScope scope(like);
-  cuda::with_row_threads<S, 8>(batch, [&](auto threads) {
+  cuda::with_row_threads<S, 8>(batch.V, list.n, [&](auto threads) {
     constexpr int kThreads = decltype(threads)::value;
-    const unsigned blocks = cuda::blocks_for(batch.nodes(), cuda::kBlock / kThreads);
-    cuda::log_probs_kernel<S, kThreads><<<blocks, cuda::kBlock, 0, scope.stream()>>>(
-        batch, logits, node_lp, blank, static_cast<accumulate_t<S>>(sigma));
+    const unsigned blocks = cuda::blocks_for(list.n, cuda::kBlock / kThreads);
+    cuda::log_probs_kernel<S, kThreads>
+        <<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, logits, node_lp, emission);
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 template <>
 template <typename S>
-void Cuda::gradient(const Tensor& like, const Batch& batch, const Durations& durations, const LogitRows<S>& logits,
-                    const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved, int blank) {
+void Cuda::gradient(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
+                    const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
+                    const Upstream<accumulate_t<S>>& upstream, const Shaping& shaping) {
   const cuda::LaunchScope scope(like);
-  cuda::with_row_threads<S, cuda::kWarp>(batch, [&](auto threads) {
+  cuda::with_row_threads<S, cuda::kWarp>(batch.V, list.n, [&](auto threads) {
     constexpr int kThreads = decltype(threads)::value;
-    const unsigned blocks = cuda::blocks_for(batch.nodes(), cuda::kBlock / kThreads);
+    const unsigned blocks = cuda::blocks_for(list.n, cuda::kBlock / kThreads);
     cuda::gradient_kernel<S, kThreads>
-        <<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, durations, logits, grad, saved, blank);
+        <<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, logits, grad, saved, upstream, shaping);
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-#define TDT_INSTANTIATE(S)                                                                                           \
-  template void Cuda::log_probs<S>(const Tensor&, const Batch&, const LogitRows<S>&, accumulate_t<S>*, int, double); \
-  template void Cuda::gradient<S>(const Tensor&, const Batch&, const Durations&, const LogitRows<S>&,                \
-                                  const LogitRows<S>&, const Saved<accumulate_t<S>>&, int);
+#define TDT_INSTANTIATE(S)                                                                            \
+  template void Cuda::log_probs<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&, \
+                                   accumulate_t<S>*, const Emission&);                                \
+  template void Cuda::gradient<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&,  \
+                                  const LogitRows<S>&, const Saved<accumulate_t<S>>&,                 \
+                                  const Upstream<accumulate_t<S>>&, const Shaping&);
 TDT_INSTANTIATE(float)
 TDT_INSTANTIATE(double)
 TDT_INSTANTIATE(Half)

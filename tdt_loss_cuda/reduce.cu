@@ -1,6 +1,6 @@
-// The reduction over the batch on the GPU: one block, one launch where torch would need one for each division and sum,
-// forward and again backward. A thread takes every kBlock-th sample; partial sums, float64, are added in a tree: the
-// same bits always.
+// The losses of a batch from its log-likelihoods, eq. 6, and their reduction on the GPU: one block, one launch where
+// torch would need one for each division and sum. A thread takes every kBlock-th sample; partial sums, float64, are
+// added in a tree: the same bits always.
 #include "launch.cuh"
 
 namespace tdt {
@@ -22,21 +22,25 @@ __device__ T block_sum(T x, T* shared) {
 }
 
 template <typename Acc>
-__global__ void __launch_bounds__(kBlock) reduce_kernel(const __grid_constant__ Batch batch, Reduction reduction,
-                                                        const Acc* losses, Acc* loss, Acc* weights) {
+__global__ void __launch_bounds__(kBlock) reduce_kernel(const __grid_constant__ Reducing p, Reduced<Acc> out) {
   __shared__ int64_t label_sums[kBlock];
   __shared__ double loss_sums[kBlock];
   int64_t labels = 0;
-  for (int b = threadIdx.x; b < batch.B; b += kBlock) labels += batch.target_lengths.at(b);
+  for (int b = threadIdx.x; b < p.B; b += kBlock) labels += p.target_lengths.at(b);
   labels = block_sum(labels, label_sums);
   double sum = 0.0;
-  for (int b = threadIdx.x; b < batch.B; b += kBlock) {
-    const double weight = reduction_weight(reduction, batch, b, labels);
-    weights[b] = static_cast<Acc>(weight);
-    sum += weight * static_cast<double>(losses[b]);
+  for (int b = threadIdx.x; b < p.B; b += kBlock) {
+    const double loss = loss_of(p.ll, p.B, b, p.mixture, p.zero_infinity);
+    if (out.losses) {
+      out.losses[b] = static_cast<Acc>(loss);
+      continue;
+    }
+    const double weight = reduction_weight(p.reduction, p.B, p.target_lengths, b, labels);
+    out.weights[b] = static_cast<Acc>(weight);
+    sum += weight * loss;
   }
   sum = block_sum(sum, loss_sums);
-  if (threadIdx.x == 0) *loss = static_cast<Acc>(sum);
+  if (threadIdx.x == 0 && out.loss) *out.loss = static_cast<Acc>(sum);
 }
 
 }  // namespace
@@ -44,14 +48,13 @@ __global__ void __launch_bounds__(kBlock) reduce_kernel(const __grid_constant__ 
 
 template <>
 template <typename Acc>
-void Cuda::reduce(const Tensor& like, const Batch& batch, Reduction reduction, const Acc* losses, Acc* loss,
-                  Acc* weights) {
+void Cuda::reduce(const Tensor& like, const Reducing& problem, const Reduced<Acc>& out) {
   const cuda::LaunchScope scope(like);
-  cuda::reduce_kernel<Acc><<<1, cuda::kBlock, 0, scope.stream()>>>(batch, reduction, losses, loss, weights);
+  cuda::reduce_kernel<Acc><<<1, cuda::kBlock, 0, scope.stream()>>>(problem, out);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template void Cuda::reduce<float>(const Tensor&, const Batch&, Reduction, const float*, float*, float*);
-template void Cuda::reduce<double>(const Tensor&, const Batch&, Reduction, const double*, double*, double*);
+template void Cuda::reduce<float>(const Tensor&, const Reducing&, const Reduced<float>&);
+template void Cuda::reduce<double>(const Tensor&, const Reducing&, const Reduced<double>&);
 
 }  // namespace tdt

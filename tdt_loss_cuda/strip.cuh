@@ -13,22 +13,14 @@
 
 namespace tdt::cuda {
 
-constexpr int kShortRing = 4, kLongRing = 8;
-
-enum Direction { kBackward = 0, kForward = 1 };
-
-// Steps between barriers. With the long ring two stages of 8 would not fit the shared memory of every GPU.
-template <int kRing>
-constexpr int kChunkOf = kRing <= kShortRing ? 8 : 4;
-
-template <int kRing>
-constexpr int kThreadsOf = (1 + kChunkOf<kRing> + 2) * kWarp;  // marches; a step each; receives, sends
+template <class Ring>
+constexpr int kThreadsOf = (1 + Ring::kChunk + 2) * kWarp;  // marches; a step each; receives, sends
 
 // What the warps of a block exchange for one chunk; there are two, used in turn. Indexed [..][step of the chunk][lane].
-template <int kRing>
+template <class Ring>
 struct Stage {
-  static constexpr int kChunk = kChunkOf<kRing>;
-  static constexpr int kWeights = 2 * kRing + 1;  // blank[d - 1], then label[d]
+  static constexpr int kBlanks = Ring::kBlanks, kLabels = Ring::kLabels, kChunk = Ring::kChunk;
+  static constexpr int kWeights = kBlanks + kLabels + 1;  // blank[d - 1], then label[d]
   double weight_m[kWeights][kChunk][kWarp];
   int weight_e[kWeights][kChunk][kWarp];
   double value_m[kChunk][kWarp];  // alpha or beta
@@ -36,20 +28,24 @@ struct Stage {
   Scaled edge_in[kChunk];   // what enters the strip's first column
   Scaled edge_out[kChunk];  // what leaves its last one
 
+  __device__ __forceinline__ void put_blank(int d, int step, int lane, Scaled x) { put(d - 1, step, lane, x); }
+  __device__ __forceinline__ void put_label(int d, int step, int lane, Scaled x) { put(kBlanks + d, step, lane, x); }
+  __device__ __forceinline__ ArcWeights<Ring> weights(int step, int lane) const {
+    ArcWeights<Ring> w;
+#pragma unroll
+    for (int d = 1; d <= kBlanks; ++d) w.blank[d - 1] = get(d - 1, step, lane);
+#pragma unroll
+    for (int d = 0; d <= kLabels; ++d) w.label[d] = get(kBlanks + d, step, lane);
+    return w;
+  }
+
+ private:
   __device__ __forceinline__ void put(int k, int step, int lane, Scaled x) {
     weight_m[k][step][lane] = x.m;
     weight_e[k][step][lane] = x.e;
   }
   __device__ __forceinline__ Scaled get(int k, int step, int lane) const {
     return {weight_m[k][step][lane], weight_e[k][step][lane]};
-  }
-  __device__ __forceinline__ ArcWeights<kRing> weights(int step, int lane) const {
-    ArcWeights<kRing> w;
-#pragma unroll
-    for (int d = 0; d < kRing; ++d) w.blank[d] = get(d, step, lane);
-#pragma unroll
-    for (int d = 0; d <= kRing; ++d) w.label[d] = get(kRing + d, step, lane);
-    return w;
   }
 };
 
@@ -72,18 +68,19 @@ __device__ __forceinline__ double node_log(Scaled x, float) {
 }
 __device__ __forceinline__ double node_log(Scaled x, double) { return log_of(x); }
 
-template <typename Acc, int kRing, bool kFar, Direction direction>
+template <typename Acc, class Ring, Direction direction>
 class Strip {
  public:
-  __device__ Strip(const LatticeParams<Acc>& p, const Extent& extent, int b, int strip, Stage<kRing>* stages)
-      : p_(p), extent_(extent), b_(b), strip_(strip), stages_(stages) {
-    const int64_t chains = static_cast<int64_t>(p.directions) * p.batch.B;
-    chain_ = strip * chains + direction * p.batch.B + b;
+  __device__ Strip(const LatticeParams<Acc>& p, const Extent& extent, int lattice, int b, int strip,
+                   Stage<Ring>* stages)
+      : p_(p), extent_(extent), lattice_(lattice), b_(b), strip_(strip), stages_(stages) {
+    const int64_t chains = static_cast<int64_t>(p.lattices) * p.directions * p.batch.B;
+    chain_ = strip * chains + (lattice * p.directions + direction) * static_cast<int64_t>(p.batch.B) + b;
     chain_before_ = chain_ - chains;
     const int columns = extent.U + 1 - strip * kWarp;  // of this strip and those after it
     steps_ = extent.T + min(kWarp, columns) - 1;
     hands_on_ = columns > kWarp;
-    stored_ = direction == kForward ? p.out.alpha : p.out.beta;
+    stored_ = p.alpha_beta ? p.stored(lattice, direction) : nullptr;
   }
 
   __device__ void run() {
@@ -91,7 +88,7 @@ class Strip {
     const int chunks = (steps_ + kChunk - 1) / kChunk;
     const Column<Acc> own = column(lane);
     if (warp == 0) {
-      std::conditional_t<direction == kForward, Forward<Acc, kRing, kFar>, Backward<Acc, kRing, kFar>> recursion(own);
+      std::conditional_t<direction == kForward, Forward<Acc, Ring>, Backward<Acc, Ring>> recursion(own);
       Scaled out = scaled_zero();
       __syncthreads();
       for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -129,7 +126,8 @@ class Strip {
   }
 
  private:
-  static constexpr int kChunk = kChunkOf<kRing>;
+  static constexpr int kBlanks = Ring::kBlanks, kLabels = Ring::kLabels, kChunk = Ring::kChunk;
+  static constexpr int kLongest = kBlanks > kLabels ? kBlanks : kLabels;
 
   __device__ __forceinline__ Column<Acc> column(int lane) const {
     const int position = strip_ * kWarp + lane;
@@ -145,14 +143,14 @@ class Strip {
   template <typename Recursion>
   __device__ __forceinline__ void march(int chunk, int lane, Recursion& recursion, const Column<Acc>& own,
                                         Scaled* out) {
-    Stage<kRing>& stage = stages_[chunk % 2];
+    Stage<Ring>& stage = stages_[chunk % 2];
     // Read one step ahead: a read below the stores of this step would wait for them, since they might be of one
     // address.
-    ArcWeights<kRing> next_weights = stage.weights(0, lane);
+    ArcWeights<Ring> next_weights = stage.weights(0, lane);
     Scaled next_edge = stage.edge_in[0];
 #pragma unroll
     for (int step = 0; step < kChunk; ++step) {
-      const ArcWeights<kRing> weights = next_weights;
+      const ArcWeights<Ring> weights = next_weights;
       const Scaled edge = next_edge;
       if (step + 1 < kChunk) {
         next_weights = stage.weights(step + 1, lane);
@@ -165,8 +163,8 @@ class Strip {
       stage.value_m[step][lane] = value.m;
       stage.value_e[step][lane] = value.e;
       if (lane == kWarp - 1) stage.edge_out[step] = *out;
-      if constexpr (kFar) {  // far arcs of the next steps read this
-        if (p_.store && own.has(t)) stored_[p_.batch.node(b_, t, own.u)] = node_log(value, Acc(0));
+      if constexpr (Ring::kFar) {  // far arcs of the next steps read this
+        if (stored_ && own.has(t)) stored_[p_.batch.node(b_, t, own.u)] = node_log(value, Acc(0));
         __syncwarp();
       }
     }
@@ -175,7 +173,7 @@ class Strip {
   // The log-probabilities of a node that the weights are made of; none where there is no node.
   struct Record {
     bool exists;
-    Acc blank, label, ring[kRing + 1];
+    Acc blank, label, duration[kLongest + 1];
   };
 
   // By the warp of each step, two chunks ahead: nothing waits for these loads.
@@ -188,36 +186,38 @@ class Strip {
     r.blank = record[kBlankLp];
     r.label = record[kLabelLp];
 #pragma unroll
-    for (int d = 0; d <= kRing; ++d) {
-      r.ring[d] = p_.column[d] < 0 ? -static_cast<Acc>(INFINITY) : record[kDurLp + p_.column[d]];
+    for (int d = 0; d <= kLongest; ++d) {
+      if constexpr (Ring::kRnnt) {
+        r.duration[d] = 0;
+      } else {
+        r.duration[d] = p_.column[d] < 0 ? -static_cast<Acc>(INFINITY) : record[kDurLp + p_.column[d]];
+      }
     }
     return r;
   }
 
   // One chunk ahead: the weights of a node's arcs.
   __device__ __forceinline__ void weigh(int chunk, int step, int lane, const Record& r) {
-    Stage<kRing>& stage = stages_[chunk % 2];
+    Stage<Ring>& stage = stages_[chunk % 2];
     const auto weight = [&](Acc log_prob) { return r.exists ? scaled_exp(log_prob) : scaled_zero(); };
     const Scaled blank = weight(r.blank), label = weight(r.label);
 #pragma unroll
-    for (int d = 0; d <= kRing; ++d) {
-      const Scaled duration = weight(r.ring[d]);
-      if (d > 0) stage.put(d - 1, step, lane, blank * duration);
-      stage.put(kRing + d, step, lane, label * duration);
+    for (int d = 0; d <= kLongest; ++d) {
+      const Scaled duration = weight(r.duration[d]);
+      if (d > 0 && d <= kBlanks) stage.put_blank(d, step, lane, blank * duration);
+      if (d <= kLabels) stage.put_label(d, step, lane, label * duration);
     }
   }
 
   // One chunk behind: what the march made of a node.
   __device__ __forceinline__ void store(int chunk, int step, int lane, const Column<Acc>& column) {
-    const Stage<kRing>& stage = stages_[chunk % 2];
+    const Stage<Ring>& stage = stages_[chunk % 2];
     const int t = frame(chunk, step, lane);
     if (!column.has(t)) return;
     const Scaled value{stage.value_m[step][lane], stage.value_e[step][lane]};
-    if (p_.store && !kFar) stored_[p_.batch.node(b_, t, column.u)] = node_log(value, Acc(0));
-    if (direction == kBackward && column.u == 0 && t == 0) {  // eq. 6
-      const double ll = log_of(value);
-      p_.out.ll[b_] = ll;
-      p_.out.losses[b_] = static_cast<Acc>(loss_of(ll, p_.out.zero_infinity));
+    if (stored_ && !Ring::kFar) stored_[p_.batch.node(b_, t, column.u)] = node_log(value, Acc(0));
+    if (direction == kBackward && column.u == 0 && t == 0) {  // LL of eq. 6
+      p_.ll[static_cast<int64_t>(lattice_) * p_.batch.B + b_] = log_of(value);
     }
   }
 
@@ -249,8 +249,8 @@ class Strip {
 
   const LatticeParams<Acc>& p_;
   const Extent extent_;
-  const int b_, strip_;
-  Stage<kRing>* const stages_;
+  const int lattice_, b_, strip_;
+  Stage<Ring>* const stages_;
   int64_t chain_, chain_before_;  // this strip's and the one's before in progress and handover
   int steps_;
   bool hands_on_;

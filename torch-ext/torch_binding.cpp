@@ -7,36 +7,45 @@
 #define TDT_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
 #define TDT_LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
 
+// Arguments that several schemas share.
+#define LABELS "Tensor targets, Tensor logit_lengths, Tensor target_lengths"
+#define SAVED "Tensor node_lp, Tensor ll, Tensor alpha_beta"
+#define SHAPING "float omega, float fastemit_lambda, float clamp"
+
 TDT_LIBRARY(TORCH_EXTENSION_NAME, m) {
-  m.def(
-      "loss(Tensor logits, Tensor? duration_logits, Tensor targets, Tensor logit_lengths, Tensor target_lengths, int "
-      "blank, "
-      "int[] durations, float sigma, bool zero_infinity, bool need_grad, bool inplace_grad, "
-      "int reduction=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "log_probs(Tensor logits, Tensor? duration_logits, Tensor targets, Tensor logit_lengths, Tensor target_lengths, "
-      "int blank, "
-      "int num_durations, float sigma) -> Tensor");
-  m.def(
-      "lattice(Tensor node_lp, Tensor targets, Tensor logit_lengths, Tensor target_lengths, int[] durations, int "
-      "vocab, "
-      "bool zero_infinity, bool need_grad) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "gradient(Tensor grad_losses, Tensor logits, Tensor? duration_logits, Tensor targets, Tensor logit_lengths, "
-      "Tensor target_lengths, Tensor node_lp, Tensor ll, Tensor alpha_beta, int blank, int[] durations) -> (Tensor, "
-      "Tensor)");
-  m.def(
-      "gradient_(Tensor grad_losses, Tensor(a!) logits, Tensor targets, Tensor logit_lengths, Tensor target_lengths, "
-      "Tensor node_lp, Tensor ll, Tensor alpha_beta, int blank, int[] durations) -> ()");
+  // clang-format off
+  m.def("loss(Tensor logits, Tensor? duration_logits, " LABELS ", int blank, int[] durations, float sigma, "
+        "float delay_penalty, " SHAPING ", bool zero_infinity, bool need_grad, bool inplace_grad, int reduction) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("log_probs(Tensor logits, Tensor? duration_logits, " LABELS ", int blank, int num_durations, float sigma, "
+        "float delay_penalty) -> Tensor");
+  m.def("log_probs_tile_(Tensor tile, Tensor nodes, Tensor(a!) node_lp, " LABELS ", int blank, int vocab, "
+        "int num_durations, float sigma, float delay_penalty) -> ()");
+  m.def("lattice(Tensor node_lp, " LABELS ", int[] durations, int vocab, float omega, bool need_grad) "
+        "-> (Tensor, Tensor)");
+  m.def("reduce(Tensor ll, Tensor target_lengths, Tensor like, float omega, bool zero_infinity, int reduction) "
+        "-> (Tensor, Tensor)");
+  m.def("gradient(Tensor grad_loss, Tensor weights, Tensor logits, Tensor? duration_logits, " LABELS ", " SAVED ", "
+        "int blank, int[] durations, " SHAPING ") -> (Tensor, Tensor)");
+  m.def("gradient_(Tensor grad_loss, Tensor weights, Tensor(a!) logits, " LABELS ", " SAVED ", "
+        "int blank, int[] durations, " SHAPING ") -> ()");
+  m.def("gradient_tile_(Tensor grad_loss, Tensor weights, Tensor(a!) tile, Tensor nodes, " LABELS ", " SAVED ", "
+        "int blank, int vocab, int[] durations, " SHAPING ") -> ()");
+  m.def("occupancy(" SAVED ", " LABELS ", int[] durations, int vocab) -> (Tensor, Tensor)");
+  // clang-format on
 }
 
 template <class Backend>
 void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("loss", TORCH_BOX(&tdt::loss<Backend>));
   m.impl("log_probs", TORCH_BOX(&tdt::log_probs<Backend>));
+  m.impl("log_probs_tile_", TORCH_BOX(&tdt::log_probs_tile_<Backend>));
   m.impl("lattice", TORCH_BOX(&tdt::lattice<Backend>));
+  m.impl("reduce", TORCH_BOX(&tdt::reduce<Backend>));
   m.impl("gradient", TORCH_BOX(&tdt::gradient<Backend>));
   m.impl("gradient_", TORCH_BOX(&tdt::gradient_<Backend>));
+  m.impl("gradient_tile_", TORCH_BOX(&tdt::gradient_tile_<Backend>));
+  m.impl("occupancy", TORCH_BOX(&tdt::occupancy<Backend>));
 }
 
 TDT_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) { implement<tdt::Cpu>(m); }

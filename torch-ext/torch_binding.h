@@ -1,5 +1,5 @@
 // The ops of the package as functions, once for both backends: each checks its arguments, allocates its outputs, and
-// lets the backend compute. Schemas: torch_binding.cpp. Layouts of node_lp and ll: tdt_loss_common/problem.h.
+// lets the backend compute. Schemas: torch_binding.cpp. Layouts of node_lp, ll and alpha_beta: tdt_loss_common.
 #pragma once
 
 #include <tuple>
@@ -12,12 +12,30 @@ template <typename Acc>
 const Acc* const_data(const Tensor& t) {
   return static_cast<const Acc*>(t.const_data_ptr());
 }
+template <typename Acc>
+Acc* mutable_data(const Tensor& t) {
+  return static_cast<Acc*>(t.mutable_data_ptr());
+}
+
+// Calls f with a zero of the C++ type of log-probabilities and losses.
+template <typename F>
+void dispatch_accumulate(ScalarType type, F&& f) {
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double,
+                  "log-probabilities and losses must be float32 or float64");
+  type == ScalarType::Double ? f(double{}) : f(float{});
+}
+
+// How many lattices the loss mixes: TDT and RNN-T, or one.
+inline int lattices_of(const Arcs& arcs, double omega) {
+  STD_TORCH_CHECK(omega >= 0 && omega <= 1, "omega must be in [0, 1], got ", omega);
+  return omega > 0 && !arcs.rnnt ? 2 : 1;
+}
 
 // eq. 1-3 of every node: node_lp (B, T, U1, record_size(D)).
 template <class Backend>
 Tensor log_probs(const Tensor& logits, const OptionalTensor& duration_logits, const Tensor& targets,
                  const Tensor& logit_lengths, const Tensor& target_lengths, int64_t blank, int64_t num_durations,
-                 double sigma) {
+                 double sigma, double delay_penalty) {
   const int64_t V = vocab_of(logits, duration_logits, num_durations);
   const Batch batch = batch_of(logits, targets, logit_lengths, target_lengths, V, num_durations);
   check_logits(logits, duration_logits, num_durations, V, blank);
@@ -26,121 +44,206 @@ Tensor log_probs(const Tensor& logits, const OptionalTensor& duration_logits, co
   if (batch.nodes() == 0) return node_lp;
   dispatch_logits(logits.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
-    Backend::log_probs(logits, batch, logit_rows<S>(logits, duration_logits, V),
-                       static_cast<accumulate_t<S>*>(node_lp.mutable_data_ptr()), static_cast<int>(blank), sigma);
+    Backend::log_probs(logits, batch, {batch.nodes(), nullptr}, logit_rows<S>(logits, duration_logits, V),
+                       mutable_data<accumulate_t<S>>(node_lp), {static_cast<int>(blank), sigma, delay_penalty});
   });
   return node_lp;
 }
 
-// eq. 4-6: losses (B,), ll (B,), and where a gradient is wanted alpha_beta (2, B, T, U1), else (0,).
+// The same of the nodes of a tile, into node_lp.
 template <class Backend>
-std::tuple<Tensor, Tensor, Tensor> lattice(const Tensor& node_lp, const Tensor& targets, const Tensor& logit_lengths,
-                                           const Tensor& target_lengths, const DurationList& durations, int64_t vocab,
-                                           bool zero_infinity, bool need_grad) {
-  const Durations ds = durations_of(durations);
-  const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, ds.n);
-  STD_TORCH_CHECK(node_lp.is_contiguous() && node_lp.size(3) == record_size(ds.n), "node_lp must be contiguous with ",
-                  record_size(ds.n), " columns for ", ds.n, " durations, got ", node_lp.size(3));
-  Tensor losses = empty_on(node_lp, {batch.B}, node_lp.scalar_type());
-  Tensor ll = empty_on(node_lp, {batch.B}, ScalarType::Double);
-  Tensor alpha_beta = need_grad ? zeros_on(node_lp, {2, batch.B, batch.max_T, batch.max_U1}, ScalarType::Double)
-                                : empty_on(node_lp, {0}, ScalarType::Double);
-  if (batch.B == 0) return {losses, ll, alpha_beta};
-  const auto compute = [&](auto zero) {
-    using Acc = decltype(zero);
-    double* alpha = need_grad ? static_cast<double*>(alpha_beta.mutable_data_ptr()) : nullptr;
-    const LatticeOutput<Acc> out{static_cast<Acc*>(losses.mutable_data_ptr()),
-                                 static_cast<double*>(ll.mutable_data_ptr()), alpha,
-                                 need_grad ? alpha + batch.nodes() : nullptr, zero_infinity};
-    Backend::lattice(node_lp, batch, ds, const_data<Acc>(node_lp), out);
-  };
-  STD_TORCH_CHECK(node_lp.scalar_type() == ScalarType::Float || node_lp.scalar_type() == ScalarType::Double,
-                  "node_lp must be float32 or float64");
-  node_lp.scalar_type() == ScalarType::Double ? compute(double{}) : compute(float{});
-  return {losses, ll, alpha_beta};
+void log_probs_tile_(const Tensor& tile, const Tensor& nodes, const Tensor& node_lp, const Tensor& targets,
+                     const Tensor& logit_lengths, const Tensor& target_lengths, int64_t blank, int64_t vocab,
+                     int64_t num_durations, double sigma, double delay_penalty) {
+  const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, num_durations);
+  check_node_lp(node_lp, num_durations);
+  check_blank(blank, vocab);
+  const NodeList list = check_tile(tile, nodes, node_lp, vocab + num_durations);
+  if (list.n == 0) return;
+  dispatch_logits(tile.scalar_type(), [&](auto zero) {
+    using S = decltype(zero);
+    Backend::log_probs(tile, batch, list, logit_rows<S>(tile, std::nullopt, vocab),
+                       mutable_data<accumulate_t<S>>(node_lp), {static_cast<int>(blank), sigma, delay_penalty});
+  });
 }
 
-// The losses (B,) as one number, and the weights (B,) of the samples in it.
+// eq. 4-5: ll (lattices, B), and where a gradient is wanted alpha_beta (lattices, 2, B, T, U1), else (0,).
 template <class Backend>
-std::tuple<Tensor, Tensor> reduce(const Tensor& losses, const Batch& batch, Reduction reduction) {
-  Tensor loss = empty_on(losses, {}, losses.scalar_type());
-  Tensor weights = empty_on(losses, {batch.B}, losses.scalar_type());
-  const auto compute = [&](auto zero) {
+std::tuple<Tensor, Tensor> lattice(const Tensor& node_lp, const Tensor& targets, const Tensor& logit_lengths,
+                                   const Tensor& target_lengths, const DurationList& durations, int64_t vocab,
+                                   double omega, bool need_grad) {
+  const Arcs arcs = arcs_of(durations);
+  const auto D = static_cast<int64_t>(durations.size());
+  const int lattices = lattices_of(arcs, omega);
+  const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, D);
+  check_node_lp(node_lp, D);
+  Tensor ll = empty_on(node_lp, {lattices, batch.B}, ScalarType::Double);
+  Tensor alpha_beta = need_grad
+                          ? empty_on(node_lp, {lattices, 2, batch.B, batch.max_T, batch.max_U1}, ScalarType::Double)
+                          : empty_on(node_lp, {0}, ScalarType::Double);
+  if (batch.B == 0) return {ll, alpha_beta};
+  dispatch_accumulate(node_lp.scalar_type(), [&](auto zero) {
+    Backend::lattice(node_lp, batch, arcs, lattices, const_data<decltype(zero)>(node_lp),
+                     {mutable_data<double>(ll), need_grad ? mutable_data<double>(alpha_beta) : nullptr});
+  });
+  return {ll, alpha_beta};
+}
+
+// eq. 6 and the reduction: the losses (B,) and weights (0,); or their sum () and the weight (B,) of each. `like` has
+// the dtype that these get.
+template <class Backend>
+std::tuple<Tensor, Tensor> reduce(const Tensor& ll, const Tensor& target_lengths, const Tensor& like, double omega,
+                                  bool zero_infinity, int64_t reduction) {
+  STD_TORCH_CHECK(reduction >= 0 && reduction <= static_cast<int64_t>(Reduction::kMeanVolume), "unknown reduction ",
+                  reduction);
+  STD_TORCH_CHECK(ll.dim() == 2 && ll.size(0) >= 1 && ll.size(0) <= kMaxLattices && ll.is_contiguous() &&
+                      ll.scalar_type() == ScalarType::Double,
+                  "ll must be a contiguous float64 tensor of shape (lattices, B)");
+  const int64_t B = ll.size(1);
+  STD_TORCH_CHECK(target_lengths.dim() == 1 && target_lengths.size(0) == B && target_lengths.device() == ll.device(),
+                  "target_lengths must have shape (", B, ",) and be on the device of ll");
+  const bool each = reduction == static_cast<int64_t>(Reduction::kNone);
+  const Reducing problem{static_cast<int>(B),    index_view(target_lengths, 1, "target_lengths"),
+                         const_data<double>(ll), Mixture::of(static_cast<int>(ll.size(0)), omega),
+                         zero_infinity,          static_cast<Reduction>(reduction)};
+  const ScalarType type = accumulate_type(like.scalar_type());
+  Tensor loss = each ? empty_on(ll, {B}, type) : empty_on(ll, {}, type);
+  Tensor weights = empty_on(ll, {each ? 0 : B}, type);
+  if (each && B == 0) return {loss, weights};
+  dispatch_accumulate(type, [&](auto zero) {
     using Acc = decltype(zero);
-    Backend::reduce(losses, batch, reduction, const_data<Acc>(losses), static_cast<Acc*>(loss.mutable_data_ptr()),
-                    static_cast<Acc*>(weights.mutable_data_ptr()));
-  };
-  losses.scalar_type() == ScalarType::Double ? compute(double{}) : compute(float{});
+    Acc* values = mutable_data<Acc>(loss);
+    Backend::template reduce<Acc>(ll, problem,
+                                  {each ? values : nullptr, each ? nullptr : values, mutable_data<Acc>(weights)});
+  });
   return {loss, weights};
 }
 
-// Forward in one call: one dispatch instead of three. The loss is (B,) without a reduction, else (). All but the loss
-// is what the gradient needs; without a reduction the weights are (0,).
+// Forward in one call: one dispatch instead of three. All but the loss is what the gradient needs.
 template <class Backend>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> loss(const Tensor& logits, const OptionalTensor& duration_logits,
-                                                        const Tensor& targets, const Tensor& logit_lengths,
-                                                        const Tensor& target_lengths, int64_t blank,
-                                                        const DurationList& durations, double sigma, bool zero_infinity,
-                                                        bool need_grad, bool /*inplace_grad: for autograd*/,
-                                                        int64_t reduction) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> loss(
+    const Tensor& logits, const OptionalTensor& duration_logits, const Tensor& targets, const Tensor& logit_lengths,
+    const Tensor& target_lengths, int64_t blank, const DurationList& durations, double sigma, double delay_penalty,
+    double omega, double /*fastemit_lambda: of the gradient*/, double /*clamp: of the gradient*/, bool zero_infinity,
+    bool need_grad, bool /*inplace_grad: for autograd*/, int64_t reduction) {
   const auto D = static_cast<int64_t>(durations.size());
-  STD_TORCH_CHECK(reduction >= 0 && reduction <= static_cast<int64_t>(Reduction::kMeanVolume), "unknown reduction ",
-                  reduction);
   const int64_t V = vocab_of(logits, duration_logits, D);
-  Tensor node_lp = log_probs<Backend>(logits, duration_logits, targets, logit_lengths, target_lengths, blank, D, sigma);
-  auto [losses, ll, alpha_beta] =
-      lattice<Backend>(node_lp, targets, logit_lengths, target_lengths, durations, V, zero_infinity, need_grad);
-  if (reduction == 0) return {losses, node_lp, ll, alpha_beta, empty_on(losses, {0}, losses.scalar_type())};
-  const Batch batch = batch_of(logits, targets, logit_lengths, target_lengths, V, D);
-  auto [value, weights] = reduce<Backend>(losses, batch, static_cast<Reduction>(reduction));
+  Tensor node_lp = log_probs<Backend>(logits, duration_logits, targets, logit_lengths, target_lengths, blank, D, sigma,
+                                      delay_penalty);
+  auto [ll, alpha_beta] =
+      lattice<Backend>(node_lp, targets, logit_lengths, target_lengths, durations, V, omega, need_grad);
+  auto [value, weights] = reduce<Backend>(ll, target_lengths, logits, omega, zero_infinity, reduction);
   return {value, node_lp, ll, alpha_beta, weights};
 }
 
-// eq. 7-9 into `grad_logits` and `grad_durations`, laid out like the logits.
+// What the gradient needs beside the logits: the upstream gradient, what the forward saved, the options.
+struct GradientArguments {
+  const Tensor &grad_loss, &weights, &targets, &logit_lengths, &target_lengths, &node_lp, &ll, &alpha_beta;
+  int64_t blank;
+  const DurationList& durations;
+  double omega, fastemit_lambda, clamp;
+};
+
+// eq. 7-9 of the listed nodes into `grad_logits` and `grad_durations`, laid out like the logits.
 template <class Backend>
-void gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_durations, const Tensor& grad_losses,
-                   const Tensor& logits, const OptionalTensor& duration_logits, const Tensor& targets,
-                   const Tensor& logit_lengths, const Tensor& target_lengths, const Tensor& node_lp, const Tensor& ll,
-                   const Tensor& alpha_beta, int64_t blank, const DurationList& durations) {
-  const Durations ds = durations_of(durations);
-  const int64_t V = vocab_of(logits, duration_logits, ds.n);
-  const Batch batch = batch_of(logits, targets, logit_lengths, target_lengths, V, ds.n);
-  check_logits(logits, duration_logits, ds.n, V, blank);
-  check_saved(batch, logits, grad_losses, node_lp, ll, alpha_beta);
-  if (batch.nodes() == 0) return;
+void gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_durations, const Tensor& logits,
+                   const OptionalTensor& duration_logits, const Batch& batch, const NodeList& list,
+                   const GradientArguments& a) {
+  const Arcs arcs = arcs_of(a.durations);
+  const int lattices = lattices_of(arcs, a.omega);
+  check_saved(batch, lattices, accumulate_type(logits.scalar_type()), a.node_lp, a.ll, a.alpha_beta);
+  check_upstream(a.grad_loss, a.weights, a.node_lp, batch.B);
+  if (list.n == 0) return;
+  const Shaping shaping{static_cast<int>(a.blank),
+                        {arcs, rnnt_arcs()},
+                        Mixture::of(lattices, a.omega),
+                        a.fastemit_lambda,
+                        a.clamp > 0 ? a.clamp : 0.0};
   dispatch_logits(logits.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
     using Acc = accumulate_t<S>;
-    const double* alpha = const_data<double>(alpha_beta);
-    const Saved<Acc> saved{const_data<Acc>(node_lp), const_data<double>(ll), alpha, alpha + batch.nodes(),
-                           const_data<Acc>(grad_losses)};
-    Backend::gradient(logits, batch, ds, logit_rows<S>(logits, duration_logits, V),
-                      logit_rows<S>(grad_logits, grad_durations, V), saved, static_cast<int>(blank));
+    const Saved<Acc> saved{const_data<Acc>(a.node_lp), const_data<double>(a.ll), const_data<double>(a.alpha_beta)};
+    const Upstream<Acc> upstream{const_data<Acc>(a.grad_loss), a.grad_loss.dim() == 0 ? 0 : a.grad_loss.stride(0),
+                                 a.weights.size(0) == 0 ? nullptr : const_data<Acc>(a.weights)};
+    Backend::gradient(logits, batch, list, logit_rows<S>(logits, duration_logits, batch.V),
+                      logit_rows<S>(grad_logits, grad_durations, batch.V), saved, upstream, shaping);
   });
+}
+
+template <class Backend>
+void dense_gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_durations, const Tensor& logits,
+                         const OptionalTensor& duration_logits, const GradientArguments& a) {
+  const auto D = static_cast<int64_t>(a.durations.size());
+  const int64_t V = vocab_of(logits, duration_logits, D);
+  const Batch batch = batch_of(logits, a.targets, a.logit_lengths, a.target_lengths, V, D);
+  check_logits(logits, duration_logits, D, V, a.blank);
+  STD_TORCH_CHECK(a.node_lp.device() == logits.device(), "node_lp must be on the device of the logits");
+  gradient_into<Backend>(grad_logits, grad_durations, logits, duration_logits, batch, {batch.nodes(), nullptr}, a);
 }
 
 // The gradients as new tensors; for joint logits the second is (0,).
 template <class Backend>
-std::tuple<Tensor, Tensor> gradient(const Tensor& grad_losses, const Tensor& logits,
+std::tuple<Tensor, Tensor> gradient(const Tensor& grad_loss, const Tensor& weights, const Tensor& logits,
                                     const OptionalTensor& duration_logits, const Tensor& targets,
                                     const Tensor& logit_lengths, const Tensor& target_lengths, const Tensor& node_lp,
                                     const Tensor& ll, const Tensor& alpha_beta, int64_t blank,
-                                    const DurationList& durations) {
+                                    const DurationList& durations, double omega, double fastemit_lambda, double clamp) {
   Tensor grad_logits = torch::stable::empty_like(logits);
   OptionalTensor grad_durations;
   if (duration_logits) grad_durations = torch::stable::empty_like(*duration_logits);
-  gradient_into<Backend>(grad_logits, grad_durations, grad_losses, logits, duration_logits, targets, logit_lengths,
-                         target_lengths, node_lp, ll, alpha_beta, blank, durations);
+  dense_gradient_into<Backend>(grad_logits, grad_durations, logits, duration_logits,
+                               {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, ll, alpha_beta,
+                                blank, durations, omega, fastemit_lambda, clamp});
   return {grad_logits, grad_durations ? *grad_durations : empty_on(logits, {0}, logits.scalar_type())};
 }
 
 // The gradient of joint logits, written over them.
 template <class Backend>
-void gradient_(const Tensor& grad_losses, const Tensor& logits, const Tensor& targets, const Tensor& logit_lengths,
-               const Tensor& target_lengths, const Tensor& node_lp, const Tensor& ll, const Tensor& alpha_beta,
-               int64_t blank, const DurationList& durations) {
-  gradient_into<Backend>(logits, std::nullopt, grad_losses, logits, std::nullopt, targets, logit_lengths,
-                         target_lengths, node_lp, ll, alpha_beta, blank, durations);
+void gradient_(const Tensor& grad_loss, const Tensor& weights, const Tensor& logits, const Tensor& targets,
+               const Tensor& logit_lengths, const Tensor& target_lengths, const Tensor& node_lp, const Tensor& ll,
+               const Tensor& alpha_beta, int64_t blank, const DurationList& durations, double omega,
+               double fastemit_lambda, double clamp) {
+  dense_gradient_into<Backend>(logits, std::nullopt, logits, std::nullopt,
+                               {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, ll, alpha_beta,
+                                blank, durations, omega, fastemit_lambda, clamp});
+}
+
+// The gradient of a tile of joint logits, written over them.
+template <class Backend>
+void gradient_tile_(const Tensor& grad_loss, const Tensor& weights, const Tensor& tile, const Tensor& nodes,
+                    const Tensor& targets, const Tensor& logit_lengths, const Tensor& target_lengths,
+                    const Tensor& node_lp, const Tensor& ll, const Tensor& alpha_beta, int64_t blank, int64_t vocab,
+                    const DurationList& durations, double omega, double fastemit_lambda, double clamp) {
+  const auto D = static_cast<int64_t>(durations.size());
+  const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, D);
+  check_blank(blank, vocab);
+  const NodeList list = check_tile(tile, nodes, node_lp, vocab + D);
+  gradient_into<Backend>(tile, std::nullopt, tile, std::nullopt, batch, list,
+                         {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, ll, alpha_beta, blank,
+                          durations, omega, fastemit_lambda, clamp});
+}
+
+// eq. 7 of every arc of the first lattice: blank and label (B, T, U1, D), for RNN-T (B, T, U1).
+template <class Backend>
+std::tuple<Tensor, Tensor> occupancy(const Tensor& node_lp, const Tensor& ll, const Tensor& alpha_beta,
+                                     const Tensor& targets, const Tensor& logit_lengths, const Tensor& target_lengths,
+                                     const DurationList& durations, int64_t vocab) {
+  const Arcs arcs = arcs_of(durations);
+  const auto D = static_cast<int64_t>(durations.size());
+  const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, D);
+  check_node_lp(node_lp, D);
+  check_saved(batch, static_cast<int>(ll.size(0)), node_lp.scalar_type(), node_lp, ll, alpha_beta);
+  std::vector<int64_t> size{batch.B, batch.max_T, batch.max_U1};
+  if (!arcs.rnnt) size.push_back(D);
+  Tensor blank = empty_on(node_lp, size, node_lp.scalar_type());
+  Tensor label = empty_on(node_lp, size, node_lp.scalar_type());
+  if (batch.nodes() == 0) return {blank, label};
+  dispatch_accumulate(node_lp.scalar_type(), [&](auto zero) {
+    using Acc = decltype(zero);
+    const Saved<Acc> saved{const_data<Acc>(node_lp), const_data<double>(ll), const_data<double>(alpha_beta)};
+    Backend::occupancy(node_lp, batch, arcs, saved, mutable_data<Acc>(blank), mutable_data<Acc>(label));
+  });
+  return {blank, label};
 }
 
 }  // namespace tdt

@@ -1,6 +1,8 @@
-"""TDT (Token-and-Duration Transducer) loss, arXiv 2304.06795, for CPU and CUDA."""
+"""TDT (Token-and-Duration Transducer, arXiv 2304.06795) and RNN-T (arXiv 1211.3711) losses for CPU and CUDA."""
 
 from . import layers
+from .forward import Occupancy
 from .loss import tdt_loss, tdt_loss_joint
+from .rnnt import rnnt_loss
 
-__all__ = ["layers", "tdt_loss", "tdt_loss_joint"]
+__all__ = ["Occupancy", "layers", "rnnt_loss", "tdt_loss", "tdt_loss_joint"]

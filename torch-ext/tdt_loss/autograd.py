@@ -16,22 +16,28 @@ def _record_size(num_durations: int) -> int:
     return (3 + num_durations + 3) // 4 * 4
 
 
-@torch.library.register_fake(add_op_namespace_prefix("log_probs"))
-def _(logits, duration_logits, targets, logit_lengths, target_lengths, blank, num_durations, sigma):
+def _fake_log_probs(
+    logits, duration_logits, targets, logit_lengths, target_lengths, blank, num_durations, sigma, delay_penalty
+):
     return logits.new_empty((*logits.shape[:3], _record_size(num_durations)), dtype=_accumulate_dtype(logits))
 
 
-@torch.library.register_fake(add_op_namespace_prefix("lattice"))
-def _(node_lp, targets, logit_lengths, target_lengths, durations, vocab, zero_infinity, need_grad):
+def _fake_lattice(node_lp, targets, logit_lengths, target_lengths, durations, vocab, omega, need_grad):
     batch, max_t, max_u1 = node_lp.shape[:3]
-    losses = node_lp.new_empty((batch,))
-    ll = node_lp.new_empty((batch,), dtype=torch.float64)
-    alpha_beta = node_lp.new_empty((2, batch, max_t, max_u1) if need_grad else (0,), dtype=torch.float64)
-    return losses, ll, alpha_beta
+    lattices = 2 if omega > 0 and durations else 1
+    ll = node_lp.new_empty((lattices, batch), dtype=torch.float64)
+    alpha_beta = node_lp.new_empty((lattices, 2, batch, max_t, max_u1) if need_grad else (0,), dtype=torch.float64)
+    return ll, alpha_beta
 
 
-@torch.library.register_fake(add_op_namespace_prefix("loss"))
-def _(
+def _fake_reduce(ll, target_lengths, like, omega, zero_infinity, reduction):
+    batch, dtype = ll.shape[1], _accumulate_dtype(like)
+    return ll.new_empty(() if reduction else (batch,), dtype=dtype), ll.new_empty(
+        (batch if reduction else 0,), dtype=dtype
+    )
+
+
+def _fake_loss(
     logits,
     duration_logits,
     targets,
@@ -40,71 +46,77 @@ def _(
     blank,
     durations,
     sigma,
+    delay_penalty,
+    omega,
+    fastemit_lambda,
+    clamp,
     zero_infinity,
     need_grad,
     inplace_grad,
-    reduction=0,
+    reduction,
 ):
-    node_lp = logits.new_empty((*logits.shape[:3], _record_size(len(durations))), dtype=_accumulate_dtype(logits))
-    batch = logits.shape[0]
-    loss = node_lp.new_empty(() if reduction else (batch,))
-    ll = node_lp.new_empty((batch,), dtype=torch.float64)
-    alpha_beta = node_lp.new_empty((2, *logits.shape[:3]) if need_grad else (0,), dtype=torch.float64)
-    return loss, node_lp, ll, alpha_beta, node_lp.new_empty((batch if reduction else 0,))
+    labels = (targets, logit_lengths, target_lengths)
+    node_lp = _fake_log_probs(logits, duration_logits, *labels, blank, len(durations), sigma, delay_penalty)
+    ll, alpha_beta = _fake_lattice(node_lp, *labels, durations, None, omega, need_grad)
+    loss, weights = _fake_reduce(ll, target_lengths, logits, omega, zero_infinity, reduction)
+    return loss, node_lp, ll, alpha_beta, weights
 
 
-@torch.library.register_fake(add_op_namespace_prefix("gradient"))
-def _(
-    grad_losses,
-    logits,
-    duration_logits,
-    targets,
-    logit_lengths,
-    target_lengths,
-    node_lp,
-    ll,
-    alpha_beta,
-    blank,
-    durations,
-):
+def _fake_gradient(grad_loss, weights, logits, duration_logits, *rest):
     grad_durations = logits.new_empty((0,)) if duration_logits is None else torch.empty_like(duration_logits)
     return torch.empty_like(logits), grad_durations
 
 
-@torch.library.register_fake(add_op_namespace_prefix("gradient_"))
-def _(grad_losses, logits, targets, logit_lengths, target_lengths, node_lp, ll, alpha_beta, blank, durations):
+def _fake_occupancy(node_lp, ll, alpha_beta, targets, logit_lengths, target_lengths, durations, vocab):
+    shape = (*node_lp.shape[:3], len(durations)) if durations else node_lp.shape[:3]
+    return node_lp.new_empty(shape), node_lp.new_empty(shape)
+
+
+def _fake_in_place(*args):
     return None
 
 
-_NEED_GRAD, _INPLACE_GRAD, _REDUCTION = 9, 10, 11  # places among the arguments of `loss`
+for _name, _fake in {
+    "loss": _fake_loss,
+    "log_probs": _fake_log_probs,
+    "log_probs_tile_": _fake_in_place,
+    "lattice": _fake_lattice,
+    "reduce": _fake_reduce,
+    "gradient": _fake_gradient,
+    "gradient_": _fake_in_place,
+    "gradient_tile_": _fake_in_place,
+    "occupancy": _fake_occupancy,
+}.items():
+    torch.library.register_fake(add_op_namespace_prefix(_name))(_fake)
 
 # Autograd: the derivative of `loss` is `gradient`, and `gradient` has none.
 
+# Places among the arguments of `loss`.
+_BLANK, _DURATIONS, _OMEGA, _FASTEMIT, _CLAMP, _NEED_GRAD, _INPLACE_GRAD, _COUNT = 5, 6, 9, 10, 11, 13, 14, 16
+
 
 def _setup_loss(ctx, inputs, output) -> None:
-    logits, duration_logits, targets, logit_lengths, target_lengths = inputs[:5]
-    ctx.blank, ctx.durations, ctx.inplace_grad = inputs[5], inputs[6], inputs[_INPLACE_GRAD]
-    ctx.reduction = inputs[_REDUCTION]
+    ctx.options = (inputs[_BLANK], inputs[_DURATIONS], inputs[_OMEGA], inputs[_FASTEMIT], inputs[_CLAMP])
+    ctx.inplace_grad = inputs[_INPLACE_GRAD]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     if inputs[_NEED_GRAD]:
-        ctx.save_for_backward(logits, duration_logits, targets, logit_lengths, target_lengths, *output[1:])
+        ctx.save_for_backward(*inputs[:5], *output[1:])
 
 
 def _backward_loss(ctx, grad_loss, *_):
-    grads = [None] * 12
+    grads = [None] * _COUNT
     if grad_loss is None:
         return tuple(grads)
     logits, duration_logits, *saved, weights = ctx.saved_tensors
-    grad_losses = grad_loss * weights if ctx.reduction else grad_loss.contiguous()
     if ctx.inplace_grad:
         if torch.is_grad_enabled():
             raise RuntimeError(_NO_DOUBLE_BACKWARD)
         grads[0] = logits.detach()
-        ops.gradient_(grad_losses, grads[0], *saved, ctx.blank, ctx.durations)
+        ops.gradient_(grad_loss, weights, grads[0], *saved, *ctx.options)
         torch.autograd.graph.increment_version(logits)
     else:
-        arguments = (grad_losses, logits, duration_logits, *saved, ctx.blank, ctx.durations)
+        arguments = (grad_loss, weights, logits, duration_logits, *saved, *ctx.options)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             grad_logits, grad_durations = ops.gradient(*arguments)  # refuses to be differentiated
         else:
@@ -115,7 +127,9 @@ def _backward_loss(ctx, grad_loss, *_):
     return tuple(grads)
 
 
-_NO_DOUBLE_BACKWARD = "double backward through the TDT loss is not supported: its gradient has no derivative of its own"
+_NO_DOUBLE_BACKWARD = (
+    "double backward through a transducer loss is not supported: its gradient has no derivative of its own"
+)
 
 
 def _setup_gradient(ctx, inputs, output) -> None:

@@ -4,16 +4,19 @@ Shapes, dtypes and devices are always checked. Values (lengths, labels) are chec
 CPU; on a GPU only with ``TDT_LOSS_CHECK=1`` in the environment, because reading them back would stall the stream.
 """
 
+import math
+import numbers
 import operator
 import os
 from collections.abc import Sequence
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
 REDUCTIONS = ("none", "sum", "mean_batch", "mean", "mean_volume")  # in the order of tdt_loss_common/reduction.h
 MAX_DURATIONS = 64
+MAX_DELAY_PENALTY = 1e4  # nats a frame: keeps every path inside what the lattice can represent
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NATIVE_INTS = (torch.int32, torch.int64)  # what the kernels read as it is
@@ -24,6 +27,62 @@ def check_reduction(reduction: str) -> int:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
     return REDUCTIONS.index(reduction)
+
+
+def _check_number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+class Options(NamedTuple):
+    """What changes the loss or its gradient beside the plain arguments, in the order of the ops."""
+
+    sigma: float
+    delay_penalty: float
+    omega: float
+    fastemit_lambda: float
+    clamp: float
+    zero_infinity: bool
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        sigma: float,
+        delay_penalty: float,
+        omega: float = 0.0,
+        fastemit_lambda: float,
+        clamp: float,
+        zero_infinity: bool,
+    ) -> "Options":
+        omega, fastemit_lambda, clamp = (
+            _check_number(name, value)
+            for name, value in (("omega", omega), ("fastemit_lambda", fastemit_lambda), ("clamp", clamp))
+        )
+        if not 0 <= omega <= 1:
+            raise ValueError(f"omega must be in [0, 1], got {omega}")
+        if not 0 <= fastemit_lambda < math.inf:
+            raise ValueError(f"fastemit_lambda must be finite and not negative, got {fastemit_lambda}")
+        if not math.isfinite(clamp):
+            raise ValueError(f"clamp must be finite (0 or negative: off), got {clamp}")
+        return cls(
+            _check_number("sigma", sigma),
+            check_delay_penalty(delay_penalty),
+            omega,
+            fastemit_lambda,
+            clamp,
+            bool(zero_infinity),
+        )
+
+
+def check_delay_penalty(delay_penalty: float) -> float:
+    delay_penalty = _check_number("delay_penalty", delay_penalty)
+    if not -MAX_DELAY_PENALTY <= delay_penalty <= MAX_DELAY_PENALTY:
+        raise ValueError(
+            f"delay_penalty must be in [-{MAX_DELAY_PENALTY:g}, {MAX_DELAY_PENALTY:g}], got {delay_penalty}"
+        )
+    return delay_penalty
 
 
 def check_durations(durations: Union[Sequence[int], Tensor]) -> list[int]:
@@ -64,6 +123,26 @@ def check_logits(name: str, logits: Tensor) -> None:
     if logits.shape[2] < 1:
         raise ValueError(
             f"{name} must have at least one label position (dimension 2 is U+1), got shape {tuple(logits.shape)}"
+        )
+
+
+def with_dense_rows(logits: Tensor) -> Tensor:
+    return logits if logits.shape[3] == 1 or logits.stride(3) == 1 else logits.contiguous()
+
+
+def check_writable(logits: Tensor) -> None:
+    """Every element at an address of its own, rows dense: what writing in place needs."""
+    extent = 1
+    for size, stride in sorted(zip(logits.shape, logits.stride()), key=lambda dim: dim[1]):
+        if size > 1 and stride < extent:
+            raise ValueError(
+                f"inplace_grad needs logits whose elements do not share memory, got strides {logits.stride()} "
+                f"for shape {tuple(logits.shape)}"
+            )
+        extent += (size - 1) * stride
+    if logits.shape[3] > 1 and logits.stride(3) != 1:
+        raise ValueError(
+            f"inplace_grad needs logits that are contiguous in the last dimension, got strides {logits.stride()}"
         )
 
 
@@ -114,6 +193,10 @@ class Labels:
         self.targets = _to_kernel(targets, logits.device)
         self.logit_lengths = _to_kernel(logit_lengths, logits.device)
         self.target_lengths = _to_kernel(target_lengths, logits.device)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.targets, self.logit_lengths, self.target_lengths
 
 
 def _is_integer(dtype: torch.dtype) -> bool:

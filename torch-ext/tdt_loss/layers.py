@@ -1,4 +1,4 @@
-"""The loss as a layer, for the ``kernels`` layer mapping."""
+"""The losses as layers, for the ``kernels`` layer mapping."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .loss import tdt_loss, tdt_loss_joint
+from .rnnt import rnnt_loss
 
-__all__ = ["TDTLoss"]
+__all__ = ["RNNTLoss", "TDTLoss"]
 
 
 class TDTLoss(nn.Module):
@@ -41,6 +42,24 @@ class TDTLoss(nn.Module):
         if joint is not None and len(durations) == duration_logits.shape[3]:
             return tdt_loss_joint(joint, *rest)
         return tdt_loss(token_logits, duration_logits, *rest)
+
+
+class RNNTLoss(nn.Module):
+    """:func:`rnnt_loss` as a stateless layer with the forward signature of transformers' ``rnnt_loss``."""
+
+    has_backward: bool = True
+    can_torch_compile: bool = True
+
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        logit_lengths: Tensor,
+        target_lengths: Tensor,
+        blank_token_id: int,
+        reduction: str = "mean_volume",
+    ) -> Tensor:
+        return rnnt_loss(logits, targets, logit_lengths, target_lengths, blank_token_id, reduction)
 
 
 def _joint_of(token_logits: Tensor, duration_logits: Tensor) -> Tensor | None:

@@ -6,9 +6,18 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from . import autograd
 from ._ops import ops  # noqa: F401  the ops themselves, for tests and benchmarks
-from .checks import Labels, check_duration_logits, check_durations, check_logits, check_reduction, check_vocab
+from .checks import (
+    Labels,
+    Options,
+    check_duration_logits,
+    check_durations,
+    check_logits,
+    check_reduction,
+    check_vocab,
+    check_writable,
+)
+from .forward import Occupancy, compute_loss
 
 __all__ = ["tdt_loss", "tdt_loss_joint"]
 
@@ -24,8 +33,13 @@ def tdt_loss(
     sigma: float = 0.0,
     reduction: str = "mean",
     *,
+    omega: float = 0.0,
+    fastemit_lambda: float = 0.0,
+    clamp: float = 0.0,
+    delay_penalty: float = 0.0,
     zero_infinity: bool = False,
-) -> Tensor:
+    return_occupancy: bool = False,
+) -> Union[Tensor, tuple[Tensor, Occupancy]]:
     r"""Token-and-Duration Transducer loss, https://arxiv.org/abs/2304.06795.
 
     The negative logarithm of the summed probability of every alignment of the labels to the frames. At frame t, after u
@@ -49,10 +63,23 @@ def tdt_loss(
         reduction: ``"mean"``: each loss over its target length, then the batch mean; ``"mean_batch"``: the batch mean;
             ``"mean_volume"``: the sum over the sum of target lengths; ``"sum"``; ``"none"``. In the divisions a target length
             counts as at least 1, where transformers' ``tdt_loss`` divides an empty transcript by 0.
+        omega: in [0, 1], the weight of the RNN-T loss of the same token logits: ``(1 - omega) * TDT + omega * RNN-T``, with
+            ``sigma`` in both. NeMo draws one of the two for each batch, RNN-T with probability omega; this is the
+            expectation of that draw, with less variance.
+        fastemit_lambda: not negative; scales the gradient through every label arc by ``1 + fastemit_lambda``, in token and
+            duration logits, so that labels come early (FastEmit, https://arxiv.org/abs/2010.11148). The returned loss
+            does not change. NeMo also scales the cost that it reports, and leaves the gradient of the durations as it is.
+        clamp: positive: each entry of a sample's gradient is held within [-clamp, clamp], before the upstream gradient and
+            the reduction multiply, so that loss scaling does not change what it means. 0 or negative: off.
+        delay_penalty: ``delay_penalty * ((T - 1) / 2 - t)`` nats are added to the label log-probabilities at frame t of a
+            sample with T frames: positive favours early labels (https://arxiv.org/abs/2211.00490). At most 1e4 either way.
         zero_infinity: a sample without any alignment (too few frames) has loss +inf and gradient 0; this makes its loss 0.
+            With 0 < omega, a sample needs an alignment in both lattices.
+        return_occupancy: return the posterior probabilities of the TDT arcs as well.
 
     Returns:
-        The loss in float32 (float64 for float64 logits): a scalar, or (B,) for ``"none"``. A log-probability below -2.9e6 nats
+        The loss in float32 (float64 for float64 logits): a scalar, or (B,) for ``"none"``; with ``return_occupancy`` the
+        pair (loss, :class:`Occupancy`). A log-probability below -2.9e6 nats
         and a path below -1.9e8 count as impossible. NaN for a sample with NaN or +inf
         logits at a valid node (its gradient is NaN there too), and for one with malformed lengths or labels on a GPU (its
         gradient is 0).
@@ -81,8 +108,26 @@ def tdt_loss(
     vocab = token_logits.shape[3]
     blank = check_vocab("token_logits", vocab, vocab, blank_token_id)
     check_duration_logits(token_logits, duration_logits, len(durations))
+    options = Options.checked(
+        sigma=sigma,
+        delay_penalty=delay_penalty,
+        omega=omega,
+        fastemit_lambda=fastemit_lambda,
+        clamp=clamp,
+        zero_infinity=zero_infinity,
+    )
     labels = Labels(token_logits, vocab, targets, logit_lengths, target_lengths)
-    return _loss(token_logits, duration_logits, labels, blank, durations, sigma, zero_infinity, False, reduction_code)
+    return compute_loss(
+        token_logits,
+        duration_logits,
+        labels,
+        vocab,
+        blank,
+        durations,
+        options,
+        return_occupancy=return_occupancy,
+        reduction=reduction_code,
+    )
 
 
 def tdt_loss_joint(
@@ -95,9 +140,14 @@ def tdt_loss_joint(
     sigma: float = 0.0,
     reduction: str = "mean",
     *,
+    omega: float = 0.0,
+    fastemit_lambda: float = 0.0,
+    clamp: float = 0.0,
+    delay_penalty: float = 0.0,
     zero_infinity: bool = False,
+    return_occupancy: bool = False,
     inplace_grad: bool = False,
-) -> Tensor:
+) -> Union[Tensor, tuple[Tensor, Occupancy]]:
     r"""TDT loss of joint logits: ``tdt_loss(logits[..., :V], logits[..., V:], ...)`` with one gradient for the whole tensor.
 
     The backward of two slices zero-fills, copies and adds tensors of the size of the logits; this function writes the
@@ -105,8 +155,8 @@ def tdt_loss_joint(
 
     Args:
         logits: (B, T, U+1, V + D), tokens first, then one column for each of the D durations.
-        targets, logit_lengths, target_lengths, blank_token_id, durations, sigma, reduction, zero_infinity:
-            as in :func:`tdt_loss`; the blank counts among the V tokens.
+        targets, logit_lengths, target_lengths, blank_token_id, durations, sigma, reduction, omega, fastemit_lambda, clamp,
+            delay_penalty, zero_infinity, return_occupancy: as in :func:`tdt_loss`; the blank counts among the V tokens.
         inplace_grad: write the gradient over the logits' storage in backward. The extra memory is then a few numbers per node
             instead of a second logits tensor; the logits are lost, and whoever else saved them for backward gets torch's
             error about in-place modification. Has no effect under ``torch.compile``, which plans memory itself.
@@ -132,57 +182,26 @@ def tdt_loss_joint(
     check_logits("logits", logits)
     vocab = logits.shape[3] - len(durations)
     blank = check_vocab("logits", logits.shape[3], vocab, blank_token_id)
+    options = Options.checked(
+        sigma=sigma,
+        delay_penalty=delay_penalty,
+        omega=omega,
+        fastemit_lambda=fastemit_lambda,
+        clamp=clamp,
+        zero_infinity=zero_infinity,
+    )
     labels = Labels(logits, vocab, targets, logit_lengths, target_lengths)
     if inplace_grad and not torch.compiler.is_compiling():
-        _check_writable(logits)
-    return _loss(logits, None, labels, blank, durations, sigma, zero_infinity, inplace_grad, reduction_code)
-
-
-def _loss(
-    logits: Tensor,
-    duration_logits: Optional[Tensor],
-    labels: Labels,
-    blank: int,
-    durations: Sequence[int],
-    sigma: float,
-    zero_infinity: bool,
-    inplace_grad: bool,
-    reduction: int,
-) -> Tensor:
-    need_grad = torch.is_grad_enabled() and (
-        logits.requires_grad or (duration_logits is not None and duration_logits.requires_grad)
-    )
-    return autograd.loss(
-        _with_dense_rows(logits),
-        None if duration_logits is None else _with_dense_rows(duration_logits),
-        labels.targets,
-        labels.logit_lengths,
-        labels.target_lengths,
+        check_writable(logits)
+    return compute_loss(
+        logits,
+        None,
+        labels,
+        vocab,
         blank,
         durations,
-        float(sigma),
-        zero_infinity,
-        need_grad,
-        inplace_grad and not torch.compiler.is_compiling(),
-        reduction,
-    )[0]
-
-
-def _with_dense_rows(logits: Tensor) -> Tensor:
-    return logits if logits.shape[3] == 1 or logits.stride(3) == 1 else logits.contiguous()
-
-
-def _check_writable(logits: Tensor) -> None:
-    """Every element at an address of its own, rows dense: what writing in place needs."""
-    extent = 1
-    for size, stride in sorted(zip(logits.shape, logits.stride()), key=lambda dim: dim[1]):
-        if size > 1 and stride < extent:
-            raise ValueError(
-                f"inplace_grad needs logits whose elements do not share memory, got strides {logits.stride()} "
-                f"for shape {tuple(logits.shape)}"
-            )
-        extent += (size - 1) * stride
-    if logits.shape[3] > 1 and logits.stride(3) != 1:
-        raise ValueError(
-            f"inplace_grad needs logits that are contiguous in the last dimension, got strides {logits.stride()}"
-        )
+        options,
+        inplace_grad=inplace_grad,
+        return_occupancy=return_occupancy,
+        reduction=reduction_code,
+    )

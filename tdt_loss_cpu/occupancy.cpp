@@ -1,0 +1,36 @@
+// The occupancy of every arc as tensors, eq. 7, on the CPU: the twin of tdt_loss_cuda/occupancy.cu.
+#include "../tdt_loss_common/occupancy.h"
+
+#include <cmath>
+
+namespace tdt {
+
+template <>
+template <typename Acc>
+void Cpu::occupancy(const Tensor&, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,
+                    Acc* label) {
+  const int columns = arcs.rnnt ? 1 : arcs.n;
+  torch::stable::parallel_for(0, batch.nodes(), 256, [&](int64_t begin, int64_t end) {
+    for (int64_t node = begin; node < end; ++node) {
+      const Node at = batch.node_at(node);
+      const Extent extent = batch.extent(at.b);
+      const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, Mixture::of(1, 0.0));
+      const bool valid = extent.has(at.t, at.u);
+      const Acc otherwise = valid && sample.nan ? Acc(NAN) : Acc(0);
+      std::fill(blank + node * columns, blank + (node + 1) * columns, otherwise);
+      std::fill(label + node * columns, label + (node + 1) * columns, otherwise);
+      if (!valid || !sample.lives) continue;
+      const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, arcs, saved, 0);
+      for (int i = 0; i < arcs.n; ++i) {  // RNN-T: one of the two has the blank, the other the label
+        const ArcPair<Acc> occ = occupied.arc(i);
+        if (!arcs.rnnt || arcs.has_blank(i)) blank[node * columns + i % columns] = occ.blank;
+        if (arcs.has_label(i)) label[node * columns + i % columns] = occ.label;
+      }
+    }
+  });
+}
+
+template void Cpu::occupancy<float>(const Tensor&, const Batch&, const Arcs&, const Saved<float>&, float*, float*);
+template void Cpu::occupancy<double>(const Tensor&, const Batch&, const Arcs&, const Saved<double>&, double*, double*);
+
+}  // namespace tdt

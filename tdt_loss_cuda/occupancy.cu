@@ -1,0 +1,49 @@
+// The occupancy of every arc as tensors, eq. 7 (equations: lattice.cu), for alignment-based losses and plots: a thread
+// for each node and arc pair.
+#include "../tdt_loss_common/occupancy.h"
+
+#include "launch.cuh"
+
+namespace tdt {
+namespace cuda {
+namespace {
+
+constexpr int kBlock = 256;
+
+template <typename Acc>
+__global__ void __launch_bounds__(kBlock)
+    occupancy_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Arcs arcs,
+                     const __grid_constant__ Saved<Acc> saved, Acc* blank, Acc* label) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
+  const int64_t node = index / arcs.n;
+  if (node >= batch.nodes()) return;
+  const int i = static_cast<int>(index % arcs.n);
+  const Node at = batch.node_at(node);
+  const Extent extent = batch.extent(at.b);
+  const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, Mixture::of(1, 0.0));
+  const bool valid = extent.has(at.t, at.u);
+  ArcPair<Acc> occ{0, 0};
+  if (valid && sample.nan) occ = {static_cast<Acc>(NAN), static_cast<Acc>(NAN)};
+  if (valid && sample.lives) occ = occupied_node(batch, extent, at, arcs, saved, 0).arc(i);
+  const int64_t out = arcs.rnnt ? node : index;  // RNN-T: one of the two pairs has the blank, the other the label
+  if (!arcs.rnnt || arcs.has_blank(i)) blank[out] = occ.blank;
+  if (arcs.has_label(i)) label[out] = occ.label;
+}
+
+}  // namespace
+}  // namespace cuda
+
+template <>
+template <typename Acc>
+void Cuda::occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,
+                     Acc* label) {
+  const cuda::LaunchScope scope(like);
+  const unsigned blocks = cuda::blocks_for(batch.nodes() * arcs.n, cuda::kBlock);
+  cuda::occupancy_kernel<Acc><<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, arcs, saved, blank, label);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template void Cuda::occupancy<float>(const Tensor&, const Batch&, const Arcs&, const Saved<float>&, float*, float*);
+template void Cuda::occupancy<double>(const Tensor&, const Batch&, const Arcs&, const Saved<double>&, double*, double*);
+
+}  // namespace tdt
