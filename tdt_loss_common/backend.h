@@ -3,6 +3,7 @@
 #pragma once
 
 #include "checks.h"
+#include "joint.h"
 #include "reduction.h"
 
 namespace tdt {
@@ -77,6 +78,17 @@ struct Backend {
   template <typename Acc>
   static void occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,
                         Acc* label);
+  // The hidden layer of a joint network at the nodes of a tile
+  template <typename S>
+  static void joint_hidden(const Tensor& like, const Joint<S>& joint, int64_t rows, const int32_t* nodes, S* hidden);
+  // and its gradient, added to that of encoder and decoder
+  template <typename S>
+  static void joint_hidden_backward(const Tensor& like, const Joint<S>& joint,
+                                    const HiddenGradient<S, accumulate_t<S>>& gradient);
+  // G (B, T, U1), the sum of a node's occupancies
+  template <typename Acc>
+  static void node_occupancy(const Tensor& like, const Batch& batch, const Saved<Acc>& saved, const Shaping& shaping,
+                             Acc* G);
 };
 
 using Cpu = Backend<Device::kCpu>;

@@ -1,6 +1,7 @@
 // Registers the ops with the stable ABI. The namespace is the extension's own name, so two builds never collide.
 #include "torch_binding.h"
 
+#include "joint_ops.h"
 #include "registration.h"
 
 // One more level of macro expansion: TORCH_EXTENSION_NAME must become its value before it is pasted into names.
@@ -11,6 +12,7 @@
 #define LABELS "Tensor targets, Tensor logit_lengths, Tensor target_lengths"
 #define SAVED "Tensor node_lp, Tensor ll, Tensor alpha_beta"
 #define SHAPING "float omega, float fastemit_lambda, float clamp"
+#define JOINT "Tensor encoder, Tensor decoder, Tensor nodes, int activation, float dropout, int seed"
 
 TDT_LIBRARY(TORCH_EXTENSION_NAME, m) {
   // clang-format off
@@ -32,6 +34,11 @@ TDT_LIBRARY(TORCH_EXTENSION_NAME, m) {
   m.def("gradient_tile_(Tensor grad_loss, Tensor weights, Tensor(a!) tile, Tensor nodes, " LABELS ", " SAVED ", "
         "int blank, int vocab, int[] durations, " SHAPING ") -> ()");
   m.def("occupancy(" SAVED ", " LABELS ", int[] durations, int vocab) -> (Tensor, Tensor)");
+  m.def("joint_hidden_(Tensor(a!) hidden, " JOINT ") -> ()");
+  m.def("joint_hidden_backward_(Tensor(a!)? d_encoder, Tensor(b!)? d_decoder, Tensor d_hidden, " JOINT ", "
+        "Tensor row_of_node, int first) -> ()");
+  m.def("node_occupancy(" SAVED ", " LABELS ", int[] durations, int vocab, float omega, float fastemit_lambda) "
+        "-> Tensor");
   // clang-format on
 }
 
@@ -46,6 +53,9 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("gradient_", TORCH_BOX(&tdt::gradient_<Backend>));
   m.impl("gradient_tile_", TORCH_BOX(&tdt::gradient_tile_<Backend>));
   m.impl("occupancy", TORCH_BOX(&tdt::occupancy<Backend>));
+  m.impl("joint_hidden_", TORCH_BOX(&tdt::joint_hidden_<Backend>));
+  m.impl("joint_hidden_backward_", TORCH_BOX(&tdt::joint_hidden_backward_<Backend>));
+  m.impl("node_occupancy", TORCH_BOX(&tdt::node_occupancy<Backend>));
 }
 
 TDT_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) { implement<tdt::Cpu>(m); }

@@ -2,7 +2,17 @@
 
 from . import layers
 from .forward import Occupancy
+from .fused import FusedStats, rnnt_loss_fused_joint, tdt_loss_fused_joint
 from .loss import tdt_loss, tdt_loss_joint
 from .rnnt import rnnt_loss
 
-__all__ = ["Occupancy", "layers", "rnnt_loss", "tdt_loss", "tdt_loss_joint"]
+__all__ = [
+    "FusedStats",
+    "Occupancy",
+    "layers",
+    "rnnt_loss",
+    "rnnt_loss_fused_joint",
+    "tdt_loss",
+    "tdt_loss_fused_joint",
+    "tdt_loss_joint",
+]

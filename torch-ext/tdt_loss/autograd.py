@@ -72,6 +72,10 @@ def _fake_occupancy(node_lp, ll, alpha_beta, targets, logit_lengths, target_leng
     return node_lp.new_empty(shape), node_lp.new_empty(shape)
 
 
+def _fake_node_occupancy(node_lp, *rest):
+    return node_lp.new_empty(node_lp.shape[:3])
+
+
 def _fake_in_place(*args):
     return None
 
@@ -86,6 +90,9 @@ for _name, _fake in {
     "gradient_": _fake_in_place,
     "gradient_tile_": _fake_in_place,
     "occupancy": _fake_occupancy,
+    "node_occupancy": _fake_node_occupancy,
+    "joint_hidden_": _fake_in_place,
+    "joint_hidden_backward_": _fake_in_place,
 }.items():
     torch.library.register_fake(add_op_namespace_prefix(_name))(_fake)
 
@@ -111,7 +118,7 @@ def _backward_loss(ctx, grad_loss, *_):
     logits, duration_logits, *saved, weights = ctx.saved_tensors
     if ctx.inplace_grad:
         if torch.is_grad_enabled():
-            raise RuntimeError(_NO_DOUBLE_BACKWARD)
+            raise RuntimeError(NO_DOUBLE_BACKWARD)
         grads[0] = logits.detach()
         ops.gradient_(grad_loss, weights, grads[0], *saved, *ctx.options)
         torch.autograd.graph.increment_version(logits)
@@ -127,7 +134,7 @@ def _backward_loss(ctx, grad_loss, *_):
     return tuple(grads)
 
 
-_NO_DOUBLE_BACKWARD = (
+NO_DOUBLE_BACKWARD = (
     "double backward through a transducer loss is not supported: its gradient has no derivative of its own"
 )
 
@@ -137,7 +144,7 @@ def _setup_gradient(ctx, inputs, output) -> None:
 
 
 def _backward_gradient(ctx, *grads):
-    raise RuntimeError(_NO_DOUBLE_BACKWARD)
+    raise RuntimeError(NO_DOUBLE_BACKWARD)
 
 
 class LossFunction(torch.autograd.Function):

@@ -18,7 +18,7 @@ REDUCTIONS = ("none", "sum", "mean_batch", "mean", "mean_volume")  # in the orde
 MAX_DURATIONS = 64
 MAX_DELAY_PENALTY = 1e4  # nats a frame: keeps every path inside what the lattice can represent
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NATIVE_INTS = (torch.int32, torch.int64)  # what the kernels read as it is
 
 
@@ -29,7 +29,7 @@ def check_reduction(reduction: str) -> int:
     return REDUCTIONS.index(reduction)
 
 
-def _check_number(name: str, value: float) -> float:
+def check_number(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     return float(value)
@@ -57,7 +57,7 @@ class Options(NamedTuple):
         zero_infinity: bool,
     ) -> "Options":
         omega, fastemit_lambda, clamp = (
-            _check_number(name, value)
+            check_number(name, value)
             for name, value in (("omega", omega), ("fastemit_lambda", fastemit_lambda), ("clamp", clamp))
         )
         if not 0 <= omega <= 1:
@@ -67,7 +67,7 @@ class Options(NamedTuple):
         if not math.isfinite(clamp):
             raise ValueError(f"clamp must be finite (0 or negative: off), got {clamp}")
         return cls(
-            _check_number("sigma", sigma),
+            check_number("sigma", sigma),
             check_delay_penalty(delay_penalty),
             omega,
             fastemit_lambda,
@@ -77,7 +77,7 @@ class Options(NamedTuple):
 
 
 def check_delay_penalty(delay_penalty: float) -> float:
-    delay_penalty = _check_number("delay_penalty", delay_penalty)
+    delay_penalty = check_number("delay_penalty", delay_penalty)
     if not -MAX_DELAY_PENALTY <= delay_penalty <= MAX_DELAY_PENALTY:
         raise ValueError(
             f"delay_penalty must be in [-{MAX_DELAY_PENALTY:g}, {MAX_DELAY_PENALTY:g}], got {delay_penalty}"
@@ -116,7 +116,7 @@ def check_durations(durations: Union[Sequence[int], Tensor]) -> list[int]:
 def check_logits(name: str, logits: Tensor) -> None:
     if not isinstance(logits, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(logits).__name__}")
-    if logits.dtype not in _FLOATS:
+    if logits.dtype not in FLOATS:
         raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {logits.dtype}")
     if logits.dim() != 4:
         raise ValueError(f"{name} must have 4 dimensions (B, T, U+1, columns), got shape {tuple(logits.shape)}")

@@ -1,14 +1,12 @@
 """The loss without the logits: joint network and transducer loss in one function, as users call it (how: tiles.py)."""
 
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Optional, Union
 
 import torch
 from torch import Tensor
 
-from .checks import _FLOATS as FLOATS
-from .checks import Labels, Options, check_durations, check_reduction, check_vocab
+from .checks import FLOATS, Labels, Options, check_durations, check_number, check_reduction, check_vocab
 from .tiles import ACTIVATIONS, FusedStats, Problem, compute_loss
 
 __all__ = ["FusedStats", "rnnt_loss_fused_joint", "tdt_loss_fused_joint"]
@@ -213,18 +211,17 @@ def _fused(
         *options,
         reduction_code,
         ACTIVATIONS.index(activation),
-        _number("dropout", dropout, "in [0, 1)", lambda p: 0 <= p < 1),
-        int(_number("max_tile_bytes", max_tile_bytes, "positive", lambda n: n > 0)),
-        _number("occupancy_threshold", occupancy_threshold, "at least 0", lambda g: g >= 0),
+        _number_that("dropout", dropout, "in [0, 1)", lambda p: 0 <= p < 1),
+        int(_number_that("max_tile_bytes", max_tile_bytes, "positive", lambda n: n > 0)),
+        _number_that("occupancy_threshold", occupancy_threshold, "at least 0", lambda g: g >= 0),
         _product_dtype(*operands),
     )
     loss, stats = compute_loss(operands, checked, labels[1:], problem)
     return (loss, stats) if return_stats else loss
 
 
-def _number(name: str, value: float, rule: str, holds: Callable[[float], bool]) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+def _number_that(name: str, value: float, rule: str, holds: Callable[[float], bool]) -> float:
+    value = check_number(name, value)
     if not holds(value):
         raise ValueError(f"{name} must be {rule}, got {value}")
     return value

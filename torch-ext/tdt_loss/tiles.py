@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._ops import ops
-from .autograd import _NO_DOUBLE_BACKWARD
+from .autograd import NO_DOUBLE_BACKWARD
 from .checks import Labels
 
 ACTIVATIONS = ("relu", "tanh")  # in the order of tdt_loss_common/joint.h
@@ -291,4 +291,4 @@ class _NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise RuntimeError(_NO_DOUBLE_BACKWARD)
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
