@@ -272,8 +272,8 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss):
-        operands, rest = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-        labels, saved, weights = rest[:3], rest[3:6], rest[6]
+        tensors = ctx.saved_tensors  # once: torch.utils.checkpoint computes them for that
+        operands, labels, saved, weights = tensors[:4], tensors[4:7], tensors[7:10], tensors[10]
         wanted = ctx.needs_input_grad[4:8]
         with torch.no_grad(), torch.autocast(operands[0].device.type, enabled=False):
             grads = _backward(ctx.problem, ctx.seed, ctx.stats, grad_loss, operands, labels, saved, weights, wanted)
