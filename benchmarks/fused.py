@@ -5,9 +5,10 @@
 
 Forward and backward of `weight @ relu(f_t + g_u) + bias` and its loss, bfloat16, H = 640. "random": normal logits. "all live":
 the same, with backward made to compute every valid row. "sharp": a lattice as a trained model has it, in which each decision of
-one random alignment is favoured by 10 nats. The rows that are live in backward are counted. Every pipeline is verified against float64 before it is timed. TFLOP/s are those of
-8 * rows * H * (V + D) over all valid rows, and of what was computed: 2 forward, 6 backward for each live row. Adds its rows to
-benchmarks/results/<gpu>-fused.json, in place of older ones of the same cases, and draws the memory beside it as PNG.
+one random alignment is favoured by 10 nats. The rows that are live in backward are counted. Every pipeline is verified against
+float64 before it is timed. TFLOP/s are those of 8 * rows * H * (V + D) over all valid rows, and of what was computed: 2 forward,
+6 backward for each live row. Adds its rows to benchmarks/results/<gpu>-fused.json, in place of older ones of the same cases, and
+draws the memory beside it as PNG.
 """
 
 import argparse
