@@ -65,20 +65,19 @@ struct NodeSums {
   explicit NodeSums(int D) : durations(D) {}
 
   void collect(const Batch& batch, const Extent& extent, const Node& at, const Saved<Acc>& saved,
-               const Shaping& shaping) {
+               const Shaping<Acc>& shaping) {
     blank = label = 0;
     std::fill(durations.begin(), durations.end(), Acc(0));
-    for (int l = 0; l < shaping.mixture.n; ++l) {
-      const Acc share = static_cast<Acc>(shaping.mixture.weight[l]);
-      if (share == 0) continue;
-      const Acc label_share = share * static_cast<Acc>(1.0 + shaping.fastemit_lambda);
+    for (int l = 0; l < shaping.lattices; ++l) {
+      const Acc blank_share = shaping.blank_share[l], label_share = shaping.label_share[l];
+      if (blank_share == 0) continue;
       const Arcs& arcs = shaping.arcs[l];
       const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, arcs, saved, l);
       for (int i = 0; i < arcs.n; ++i) {
         const ArcPair<Acc> occ = occupied.arc(i);
-        blank += share * occ.blank;
+        blank += blank_share * occ.blank;
         label += label_share * occ.label;
-        if (!arcs.rnnt) durations[i] = share * occ.blank + label_share * occ.label;
+        if (!arcs.rnnt) durations[i] = blank_share * occ.blank + label_share * occ.label;
       }
     }
   }
@@ -90,7 +89,7 @@ template <>
 template <typename S>
 void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
                    const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
-                   const Upstream<accumulate_t<S>>& upstream, const Shaping& shaping) {
+                   const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping) {
   using Acc = accumulate_t<S>;
   const int R = record_size(batch.D);
   torch::stable::parallel_for(0, list.n, kGrain, [&](int64_t begin, int64_t end) {
@@ -100,10 +99,10 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, cons
       const int64_t node = list.at(row);
       const Node at = batch.node_at(node);
       const Extent extent = batch.extent(at.b);
-      const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.mixture);
+      const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.lattices, shaping.blank_share);
       const Acc* record = saved.node_lp + node * R;
       const Acc scale = upstream.at(at.b);
-      const Acc limit = shaping.clamp > 0 ? static_cast<Acc>(shaping.clamp) * std::abs(scale) : Acc(INFINITY);
+      const Acc limit = shaping.limit(scale);
       const bool valid = extent.has(at.t, at.u);
       const bool lives = valid && sample.lives;
       if (lives) G.collect(batch, extent, at, saved, shaping);
@@ -138,7 +137,7 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, cons
                                   const Emission&);                                                                    \
   template void Cpu::gradient<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&,                    \
                                  const LogitRows<S>&, const Saved<accumulate_t<S>>&, const Upstream<accumulate_t<S>>&, \
-                                 const Shaping&);
+                                 const Shaping<accumulate_t<S>>&);
 TDT_INSTANTIATE(float)
 TDT_INSTANTIATE(double)
 TDT_INSTANTIATE(Half)
