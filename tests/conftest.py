@@ -5,7 +5,7 @@ The kernel comes from `kernels.get_kernel` and nowhere else. Unless LOCAL_KERNEL
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -80,6 +80,8 @@ DTYPES = list(TOLERANCE)
 
 @dataclass(frozen=True)
 class Batch:
+    """Inputs of one call. Without durations (D = 0) it is a batch of rnnt_loss."""
+
     token_logits: torch.Tensor  # (B, max_T, max_U1, V)
     duration_logits: torch.Tensor  # (B, max_T, max_U1, D)
     targets: torch.Tensor  # (B, max_U)
@@ -88,6 +90,7 @@ class Batch:
     blank: int
     durations: tuple[int, ...]
     sigma: float
+    options: dict = field(default_factory=dict)  # omega, fastemit_lambda, clamp, delay_penalty
 
     replace = replace
 
@@ -110,6 +113,14 @@ class Batch:
         """The arguments of tdt_loss_joint."""
         return self.joint, *self.rest
 
+    @property
+    def rnnt_args(self):
+        """The arguments of rnnt_loss, up to the blank; sigma is a keyword there."""
+        return self.token_logits, *self.lengths, self.blank
+
+    def option(self, name):
+        return float(self.options.get(name, 0.0))
+
     def leaves(self):
         """Copies of both logits that require grad."""
         return self.token_logits.clone().requires_grad_(), self.duration_logits.clone().requires_grad_()
@@ -128,8 +139,8 @@ class Batch:
 
     @cached_property
     def expected(self):
-        """Losses, gradients, alpha, beta and LL of the oracle."""
-        return oracle.tdt_loss(*self.args)
+        """Losses, gradients, alpha, beta, LL and occupancies of the oracle."""
+        return oracle.tdt_loss(*self.args, **self.options)
 
     @cached_property
     def expected_node_lp(self):
@@ -138,7 +149,8 @@ class Batch:
         node_lp = torch.zeros(*self.token_logits.shape[:3], (3 + D + 3) // 4 * 4, dtype=torch.float64)
         for b, (T, U) in enumerate(zip(self.logit_lengths.tolist(), self.target_lengths.tolist())):
             x, z = self.token_logits[b, :T, : U + 1], self.duration_logits[b, :T, : U + 1]
-            lp = oracle.log_probs(x, z, self.targets[b, :U], self.blank, self.sigma)
+            delay_penalty = self.option("delay_penalty")
+            lp = oracle.log_probs(x, z, self.targets[b, :U], self.blank, self.sigma, delay_penalty)
             record = node_lp[b, :T, : U + 1]
             for k, part in enumerate((lp.lse, lp.blank, lp.label)):
                 record[..., k] = torch.from_numpy(part)
@@ -147,9 +159,10 @@ class Batch:
 
     @cached_property
     def magnitude(self):
-        """The largest finite logit at a valid node, at least 1."""
+        """The largest finite number at a valid node, at least 1: a logit, or what the delay penalty adds."""
         logits = self.joint[self.valid].double()
-        return max(1.0, logits[logits.isfinite()].abs().max().item()) if logits.numel() else 1.0
+        largest = logits[logits.isfinite()].abs().max().item() if logits.numel() else 0.0
+        return max(1.0, largest, abs(self.option("delay_penalty")) * (self.valid.shape[1] - 1) / 2)
 
 
 def make_batch(
@@ -168,8 +181,9 @@ def make_batch(
     index_dtype=torch.int64,
     device="cpu",
     seed=0,
+    **options,
 ):
-    """Normal logits times `scale` (0: all logits zero), random labels other than blank, full lengths unless given."""
+    """Normal logits times `scale` (0: all logits zero), random labels other than blank, full lengths unless given. No durations: RNN-T."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(B, T, U + 1, V + len(durations), generator=generator) * scale
     targets = torch.randint(0, max(V - 1, 1), (B, U), generator=generator)
@@ -186,6 +200,7 @@ def make_batch(
         blank=blank,
         durations=tuple(durations),
         sigma=sigma,
+        options=options,
     )
 
 
@@ -194,23 +209,31 @@ class Outcome:
     losses: torch.Tensor  # (B,), or () when reduced
     grad_tokens: torch.Tensor  # (B, max_T, max_U1, V)
     grad_durations: torch.Tensor  # (B, max_T, max_U1, D)
+    occupancy: tuple | None = None  # (blank, label), where it was asked for
+
+
+def call(kernel, batch, logits, reduction="none", **options):
+    """One call on one tensor (RNN-T or joint, as the batch has it) or on two, with the batch's own options beside the given ones."""
+    options = {**batch.options, **options}
+    if len(logits) == 2:
+        return kernel.tdt_loss(*logits, *batch.rest, reduction, **options)
+    if batch.durations:
+        return kernel.tdt_loss_joint(*logits, *batch.rest, reduction, **options)
+    return kernel.rnnt_loss(*logits, *batch.rnnt_args[1:], reduction, sigma=batch.sigma, **options)
 
 
 def loss_and_grads(kernel, batch, api="separate", *, upstream=None, reduction="none", **options):
-    """Runs forward and backward as a user would, on leaf tensors with the strides of the batch's own."""
-    if api == "joint":
-        logits = batch.joint.detach().requires_grad_()
-        losses = kernel.tdt_loss_joint(logits, *batch.rest, reduction, **options)
-    else:
-        token_logits = batch.token_logits.detach().requires_grad_()
-        duration_logits = batch.duration_logits.detach().requires_grad_()
-        losses = kernel.tdt_loss(token_logits, duration_logits, *batch.rest, reduction, **options)
+    """Runs forward and backward as a user would, on leaf tensors with the strides of the batch's own. `api` does not matter to RNN-T."""
+    V = batch.token_logits.shape[-1]
+    one = batch.joint if batch.durations else batch.token_logits
+    two = (batch.token_logits, batch.duration_logits)
+    logits = [x.detach().requires_grad_() for x in (two if batch.durations and api == "separate" else (one,))]
+    losses, occupancy = call(kernel, batch, logits, reduction, **options), None
+    if options.get("return_occupancy"):
+        losses, occupancy = losses
     losses.backward(torch.ones_like(losses) if upstream is None else upstream)
-    if api == "joint":
-        return Outcome(
-            losses.detach(), *logits.grad.split([batch.token_logits.shape[-1], len(batch.durations)], dim=-1)
-        )
-    return Outcome(losses.detach(), token_logits.grad, duration_logits.grad)
+    grads = [x.grad for x in logits]
+    return Outcome(losses.detach(), *(grads if len(grads) == 2 else (grads[0][..., :V], grads[0][..., V:])), occupancy)
 
 
 def assert_grads_match(outcome, batch, weights=1.0, atol=None):
