@@ -121,6 +121,33 @@ class Batch:
     def option(self, name):
         return float(self.options.get(name, 0.0))
 
+    def without_durations(self):
+        """The RNN-T batch of the same tokens."""
+        options = {name: value for name, value in self.options.items() if name != "omega"}
+        return self.replace(durations=(), duration_logits=self.duration_logits[..., :0], options=options)
+
+    def op_logits(self, api="separate"):
+        """The two logits arguments of an op."""
+        if not self.durations:
+            return self.token_logits, None
+        return (self.token_logits, self.duration_logits) if api == "separate" else (self.joint, None)
+
+    @property
+    def op_arcs(self):
+        return self.blank % self.token_logits.shape[-1], list(self.durations)
+
+    def loss_op_args(self, api="separate", *, zero_infinity=False, need_grad=True, inplace_grad=False, reduction=0):
+        """The arguments of the op loss."""
+        options = map(self.option, ("delay_penalty", "omega", "fastemit_lambda", "clamp"))
+        flags = (zero_infinity, need_grad, inplace_grad, reduction)
+        return (*self.op_logits(api), *self.lengths, *self.op_arcs, self.sigma, *options, *flags)
+
+    def gradient_op_args(self, api, grad_loss, weights, node_lp, ll, alpha_beta):
+        """The arguments of the op gradient."""
+        options = map(self.option, ("omega", "fastemit_lambda", "clamp"))
+        logits, saved = self.op_logits(api), (node_lp, ll, alpha_beta)
+        return (grad_loss, weights, *logits, *self.lengths, *saved, *self.op_arcs, *options)
+
     def leaves(self):
         """Copies of both logits that require grad."""
         return self.token_logits.clone().requires_grad_(), self.duration_logits.clone().requires_grad_()

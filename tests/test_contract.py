@@ -7,13 +7,11 @@ from conftest import Outcome, loss_and_grads, make_batch, same_bits
 
 def through_the_ops(kernel, batch, api="separate", zero_infinity=False):
     """Forward and backward without the host checks, so that malformed values reach the kernels on every device."""
-    ops, V, D = kernel.loss.ops, batch.token_logits.shape[-1], len(batch.durations)
-    logits = (batch.token_logits, batch.duration_logits) if api == "separate" else (batch.joint, None)
-    tail = (batch.blank % V, list(batch.durations))
-    losses, *saved, _ = ops.loss(*logits, *batch.lengths, *tail, batch.sigma, zero_infinity, True, False)
-    grad, grad_durations = ops.gradient(torch.ones_like(losses), *logits, *batch.lengths, *saved, *tail)
-    if api == "joint":
-        grad, grad_durations = grad.split([V, D], dim=-1)
+    ops, V = kernel.loss.ops, batch.token_logits.shape[-1]
+    losses, *saved, weights = ops.loss(*batch.loss_op_args(api, zero_infinity=zero_infinity))
+    grad, grad_durations = ops.gradient(*batch.gradient_op_args(api, torch.ones_like(losses), weights, *saved))
+    if grad.shape[-1] > V or not batch.durations:
+        grad, grad_durations = grad[..., :V], grad[..., V:]
     return Outcome(losses, grad, grad_durations)
 
 

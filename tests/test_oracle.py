@@ -142,7 +142,7 @@ def test_delay_penalty_counts_from_the_middle_of_each_sample():
 
 def test_omega_weighs_two_losses():
     batch = make_batch(B=2, T=5, U=3, sigma=0.1, target_lengths=[3, 1], dtype=torch.float64)
-    tdt, rnnt = batch.expected, batch.replace(durations=(), duration_logits=batch.duration_logits[..., :0]).expected
+    tdt, rnnt = batch.expected, batch.without_durations().expected
     for omega in (0.0, 0.25, 1.0):
         mixed = batch.replace(options={"omega": omega}).expected
         torch.testing.assert_close(mixed.losses, (1 - omega) * tdt.losses + omega * rnnt.losses)
@@ -166,7 +166,7 @@ def test_fastemit_adds_the_gradient_of_the_label_arcs_again(durations, omega):
     batch = make_batch(T=4, U=2, V=5, durations=durations, dtype=torch.float64, **options)
     x, z = batch.leaves()
     token_lp, dur_lp = x.log_softmax(-1)[0], z.log_softmax(-1)[0]
-    rnnt_occ = batch.replace(durations=(), duration_logits=z[..., :0], options={}).expected.label_occ[0]
+    rnnt_occ = batch.without_durations().expected.label_occ[0]
     added = 0.0
     for u in range(2):
         label_lp = token_lp[:, u, batch.targets[0, u]]
