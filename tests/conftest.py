@@ -263,6 +263,36 @@ def loss_and_grads(kernel, batch, api="separate", *, upstream=None, reduction="n
     return Outcome(losses.detach(), *(grads if len(grads) == 2 else (grads[0][..., :V], grads[0][..., V:])), occupancy)
 
 
+def through_the_ops(kernel, batch, api="separate", zero_infinity=False):
+    """Forward and backward without the host checks, so that malformed values reach the kernels on every device."""
+    ops, V = kernel.loss.ops, batch.token_logits.shape[-1]
+    losses, *saved, weights = ops.loss(*batch.loss_op_args(api, zero_infinity=zero_infinity))
+    grad, grad_durations = ops.gradient(*batch.gradient_op_args(api, torch.ones_like(losses), weights, *saved))
+    if grad.shape[-1] > V or not batch.durations:
+        grad, grad_durations = grad[..., :V], grad[..., V:]
+    return Outcome(losses, grad, grad_durations)
+
+
+def reduced(reduction, losses, target_lengths):
+    """The reductions as they are documented."""
+    return {
+        "none": losses,
+        "sum": losses.sum(),
+        "mean": (losses / target_lengths.clamp(min=1)).mean(),
+        "mean_batch": losses.mean(),
+        "mean_volume": losses.sum() / target_lengths.sum().clamp(min=1),
+    }[reduction]
+
+
+def transformers_rnnt_loss():
+    """rnnt_loss of the installed transformers; skips where it or torchaudio, which it calls, cannot be loaded."""
+    try:
+        import torchaudio  # noqa: F401
+    except (ImportError, OSError) as error:
+        pytest.skip(f"needs torchaudio: {error}")
+    return pytest.importorskip("transformers.loss.loss_rnnt").rnnt_loss
+
+
 def assert_grads_match(outcome, batch, weights=1.0, atol=None):
     """Gradients against the oracle's times `weights`; exactly 0 in the padding."""
     tolerance = TOLERANCE[batch.token_logits.dtype]

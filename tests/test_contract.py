@@ -2,17 +2,7 @@
 
 import pytest
 import torch
-from conftest import Outcome, loss_and_grads, make_batch, same_bits
-
-
-def through_the_ops(kernel, batch, api="separate", zero_infinity=False):
-    """Forward and backward without the host checks, so that malformed values reach the kernels on every device."""
-    ops, V = kernel.loss.ops, batch.token_logits.shape[-1]
-    losses, *saved, weights = ops.loss(*batch.loss_op_args(api, zero_infinity=zero_infinity))
-    grad, grad_durations = ops.gradient(*batch.gradient_op_args(api, torch.ones_like(losses), weights, *saved))
-    if grad.shape[-1] > V or not batch.durations:
-        grad, grad_durations = grad[..., :V], grad[..., V:]
-    return Outcome(losses, grad, grad_durations)
+from conftest import loss_and_grads, make_batch, same_bits, through_the_ops
 
 
 def assert_sample_keeps_its_bits(outcome, reference, samples):

@@ -139,7 +139,7 @@ def test_masked_arcs(kernel, device):
     batch = make_batch(B=2, T=6, U=3, V=5, durations=(0, 1, 2), device=device)
     batch.targets.fill_(3)
     batch.duration_logits[0, 2:4, :, 0] = -torch.inf
-    batch.token_logits[0, 1, :, 0] = -torch.inf  # no blank at frame 1
+    batch.token_logits[0, 1, :2, 0] = -torch.inf  # at frame 1 no blank before the second label
     batch.token_logits[1, :, 1, 3] = -torch.inf  # the second label of sample 1 cannot be emitted
     for arcs in (batch, batch.without_durations()):
         ll = assert_lattice_matches(kernel, arcs)

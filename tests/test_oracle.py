@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from conftest import make_batch
+from conftest import make_batch, transformers_rnnt_loss
 from known_values import (
     DURATIONS_0_1,
     PUBLISHED_GRADIENT,
@@ -238,6 +238,16 @@ def test_exact_gradient_of_rnnt():
     batch = batch.replace(targets=torch.ones_like(batch.targets))
     expected = torch.tensor(RNNT_GRADIENT, dtype=torch.float64)
     torch.testing.assert_close(batch.expected.grad_tokens[0], expected, rtol=0, atol=1e-14)
+
+
+def test_agrees_with_torchaudio():
+    rnnt_loss = transformers_rnnt_loss()
+    batch = make_batch(B=3, T=7, U=4, V=6, durations=(), logit_lengths=[7, 5, 1], target_lengths=[4, 2, 3])
+    logits, _ = batch.leaves()
+    losses = rnnt_loss(logits, *batch.rnnt_args[1:], reduction="none")
+    losses.sum().backward()
+    torch.testing.assert_close(losses.double(), batch.expected.losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits.grad.double(), batch.expected.grad_tokens, rtol=0, atol=2e-6)
 
 
 def test_agrees_with_autograd_of_transformers():
