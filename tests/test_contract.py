@@ -2,19 +2,7 @@
 
 import pytest
 import torch
-from conftest import Outcome, loss_and_grads, make_batch, same_bits
-
-
-def through_the_ops(kernel, batch, api="separate", zero_infinity=False):
-    """Forward and backward without the host checks, so that malformed values reach the kernels on every device."""
-    ops, V, D = kernel.loss.ops, batch.token_logits.shape[-1], len(batch.durations)
-    logits = (batch.token_logits, batch.duration_logits) if api == "separate" else (batch.joint, None)
-    tail = (batch.blank % V, list(batch.durations))
-    losses, *saved, _ = ops.loss(*logits, *batch.lengths, *tail, batch.sigma, zero_infinity, True, False)
-    grad, grad_durations = ops.gradient(torch.ones_like(losses), *logits, *batch.lengths, *saved, *tail)
-    if api == "joint":
-        grad, grad_durations = grad.split([V, D], dim=-1)
-    return Outcome(losses, grad, grad_durations)
+from conftest import loss_and_grads, make_batch, same_bits, through_the_ops
 
 
 def assert_sample_keeps_its_bits(outcome, reference, samples):
