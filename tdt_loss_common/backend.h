@@ -2,6 +2,7 @@
 // arguments, allocate, and call these; tdt_loss_cpu and tdt_loss_cuda implement them under the same names.
 #pragma once
 
+#include "align.h"
 #include "checks.h"
 #include "reduction.h"
 
@@ -93,6 +94,10 @@ struct Backend {
   template <typename Acc>
   static void occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,
                         Acc* label);
+  // the best alignment
+  template <typename Acc>
+  static void align(const Tensor& like, const Batch& batch, const Arcs& arcs, const Acc* node_lp,
+                    const AlignOutput<Acc>& out);
 };
 
 using Cpu = Backend<Device::kCpu>;

@@ -1,6 +1,7 @@
 // Registers the ops with the stable ABI. The namespace is the extension's own name, so two builds never collide.
 #include "torch_binding.h"
 
+#include "align_op.h"
 #include "registration.h"
 
 // One more level of macro expansion: TORCH_EXTENSION_NAME must become its value before it is pasted into names.
@@ -32,6 +33,8 @@ TDT_LIBRARY(TORCH_EXTENSION_NAME, m) {
   m.def("gradient_tile_(Tensor grad_loss, Tensor weights, Tensor(a!) tile, Tensor nodes, " LABELS ", " SAVED ", "
         "int blank, int vocab, int[] durations, " SHAPING ") -> ()");
   m.def("occupancy(" SAVED ", " LABELS ", int[] durations, int vocab) -> (Tensor, Tensor)");
+  m.def("align(Tensor node_lp, " LABELS ", int[] durations, int vocab) "
+        "-> (Tensor frames, Tensor durations, Tensor score)");
   // clang-format on
 }
 
@@ -46,6 +49,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("gradient_", TORCH_BOX(&tdt::gradient_<Backend>));
   m.impl("gradient_tile_", TORCH_BOX(&tdt::gradient_tile_<Backend>));
   m.impl("occupancy", TORCH_BOX(&tdt::occupancy<Backend>));
+  m.impl("align", TORCH_BOX(&tdt::align<Backend>));
 }
 
 TDT_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) { implement<tdt::Cpu>(m); }

@@ -1,8 +1,20 @@
 """TDT (Token-and-Duration Transducer, arXiv 2304.06795) and RNN-T (arXiv 1211.3711) losses for CPU and CUDA."""
 
 from . import layers
+from .align import RNNTAlignment, TDTAlignment, rnnt_align, tdt_align, tdt_align_joint
 from .forward import Occupancy
 from .loss import tdt_loss, tdt_loss_joint
 from .rnnt import rnnt_loss
 
-__all__ = ["Occupancy", "layers", "rnnt_loss", "tdt_loss", "tdt_loss_joint"]
+__all__ = [
+    "Occupancy",
+    "RNNTAlignment",
+    "TDTAlignment",
+    "layers",
+    "rnnt_align",
+    "rnnt_loss",
+    "tdt_align",
+    "tdt_align_joint",
+    "tdt_loss",
+    "tdt_loss_joint",
+]
