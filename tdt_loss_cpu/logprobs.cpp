@@ -15,11 +15,6 @@ using namespace cpu;
 
 constexpr int64_t kGrain = 16;  // rows per task at least: a row costs about a microsecond at V = 1024
 
-template <typename S>
-void store_row(const accumulate_t<S>* values, S* out, int n) {
-  for (int i = 0; i < n; ++i) out[i] = static_cast<S>(values[i]);
-}
-
 }  // namespace
 
 template <>
@@ -58,7 +53,7 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const Durations& durations
   using Acc = accumulate_t<S>;
   const int R = record_size(batch.D);
   torch::stable::parallel_for(0, batch.nodes(), kGrain, [&](int64_t begin, int64_t end) {
-    std::vector<Acc> buffer, result(batch.V), G_i(batch.D);
+    std::vector<Acc> buffer, G_i(batch.D);
     for (int64_t node = begin; node < end; ++node) {
       const Node at = batch.node_at(node);
       const auto [b, t, u] = at;
@@ -85,11 +80,12 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const Durations& durations
       if (G == 0) {  // padding, no alignment through this node, or a malformed sample; x need not be read
         std::fill(grad_x, grad_x + batch.V, static_cast<S>(nan ? Acc(NAN) : Acc(0)));
       } else {
-        row_softmax(widened(logits.tokens.row(b, t, u), batch.V, buffer), result.data(), batch.V, record[kLse],
+        Acc* result = row_for(grad_x, batch.V, buffer);
+        row_softmax(widened(logits.tokens.row(b, t, u), batch.V, buffer), result, batch.V, record[kLse],
                     G * scale);  // eq. 8
         result[blank] -= G_blank * scale;
         if (u < extent.U) result[batch.label(b, u)] -= G_label * scale;
-        store_row<S>(result.data(), grad_x, batch.V);
+        store_row(result, grad_x, batch.V);
       }
       S* grad_z = grad.durations.row(b, t, u);
       for (int i = 0; i < batch.D; ++i) {
