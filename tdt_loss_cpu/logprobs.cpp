@@ -15,11 +15,6 @@ using namespace cpu;
 
 constexpr int64_t kGrain = 16;  // rows per task at least: a row costs about a microsecond at V = 1024
 
-template <typename S>
-void store_row(const accumulate_t<S>* values, S* out, int n) {
-  for (int i = 0; i < n; ++i) out[i] = static_cast<S>(values[i]);
-}
-
 }  // namespace
 
 template <>
@@ -93,7 +88,7 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, cons
   using Acc = accumulate_t<S>;
   const int R = record_size(batch.D);
   torch::stable::parallel_for(0, list.n, kGrain, [&](int64_t begin, int64_t end) {
-    std::vector<Acc> buffer, result(batch.V);
+    std::vector<Acc> buffer;
     NodeSums<Acc> G(batch.D);
     for (int64_t row = begin; row < end; ++row) {
       const int64_t node = list.at(row);
@@ -116,12 +111,14 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, cons
         std::fill(grad_z, grad_z + batch.D, value);
         continue;
       }
-      row_softmax(widened(logits.tokens.row(row, at), batch.V, buffer), result.data(), batch.V, record[kLse],
+      const Acc* x = widened(logits.tokens.row(row, at), batch.V, buffer);
+      Acc* result = row_for(grad_x, batch.V, buffer);  // may be x: nothing of x is read afterwards
+      row_softmax(x, result, batch.V, record[kLse],
                   G_all * scale);  // eq. 8
       result[shaping.blank] -= G.blank * scale;
       if (at.u < extent.U) result[batch.label(at.b, at.u)] -= G.label * scale;
-      if (limit < INFINITY) row_clamp(result.data(), batch.V, limit);
-      store_row<S>(result.data(), grad_x, batch.V);
+      if (limit < INFINITY) row_clamp(result, batch.V, limit);
+      store_row(result, grad_x, batch.V);
       Acc G_tdt = 0;
       for (const Acc G_i : G.durations) G_tdt += G_i;
       for (int i = 0; i < batch.D; ++i) {
