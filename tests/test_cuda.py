@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import assert_matches, call, loss_and_grads, make_batch, peak_extra_bytes, same_bits
+from known_values import loss_of_rnnt
 
 pytestmark = pytest.mark.cuda
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
@@ -233,6 +234,20 @@ def test_one_sample_beyond_2_to_the_31_elements(kernel):
     assert last[0].item() == pytest.approx(1 / V - 1, rel=1e-2) and last[1:V].mean().item() == pytest.approx(
         1 / V, rel=1e-2
     )
+
+
+def test_one_rnnt_sample_beyond_2_to_the_31_elements(kernel):
+    T, U1, V = 1100, 500, 4096
+    logits = torch.zeros(1, T, U1, V, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    assert logits.numel() > 2**31
+    targets = torch.ones(1, U1 - 1, dtype=torch.int64, device="cuda")
+    lengths = torch.tensor([T], device="cuda"), torch.tensor([U1 - 1], device="cuda")
+    loss = kernel.rnnt_loss(logits, targets, *lengths, 0, "sum", inplace_grad=True)
+    assert loss.item() == pytest.approx(loss_of_rnnt(T, U1 - 1, V), rel=1e-6)
+    (grad,) = torch.autograd.grad(loss, logits)
+    last = grad[0, -1, -1].double()
+    assert last[0].item() == pytest.approx(1 / V - 1, rel=1e-2)
+    assert last[1:].mean().item() == pytest.approx(1 / V, rel=1e-2)
 
 
 def test_many_tiny_samples(kernel):
