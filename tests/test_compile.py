@@ -66,6 +66,14 @@ def test_opcheck_lattice(kernel, device, api, arguments, need_grad):
 
 @every_arcs
 @pytest.mark.parametrize("reduction", [0, 3])
+def test_opcheck_reduce(kernel, device, api, arguments, reduction):
+    batch = make_batch(B=2, T=6, U=3, device=device, **LENGTHS, **arguments)
+    _, _, ll, _, _ = kernel.loss.ops.loss(*batch.loss_op_args(api))
+    opcheck(kernel, "reduce", (ll, batch.target_lengths, batch.token_logits, batch.option("omega"), True, reduction))
+
+
+@every_arcs
+@pytest.mark.parametrize("reduction", [0, 3])
 def test_opcheck_gradient(kernel, device, api, arguments, reduction):
     batch = make_batch(B=2, T=6, U=3, device=device, **LENGTHS, **arguments)
     loss, *saved, weights = kernel.loss.ops.loss(*batch.loss_op_args(api, reduction=reduction))

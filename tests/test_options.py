@@ -146,6 +146,28 @@ def test_no_alignment_in_a_lattice_that_does_not_count(kernel, device, api):
     assert_matches(outcome, batch)
 
 
+@pytest.mark.parametrize("omega", [1e-300, 0.5, 1.0])
+def test_no_alignment_in_the_rnnt_lattice(kernel, device, api, omega):
+    # TDT steps over the frame that has no blank; RNN-T needs a blank at every frame.
+    batch = make_batch(B=2, T=6, U=3, durations=(0, 1, 2), device=device)
+    batch.token_logits[0, 3, :, 0] = -torch.inf
+    assert batch.expected.losses.isfinite().all()
+    batch = batch.replace(options={"omega": omega})
+    assert batch.expected.losses.isinf().tolist() == [True, False]
+    outcome = loss_and_grads(kernel, batch, api)
+    assert (outcome.grad_tokens[0] == 0).all() and (outcome.grad_durations[0] == 0).all()
+    assert_matches(outcome, batch)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_omega_1_does_not_look_at_the_durations(kernel, device, api, bad):
+    batch = make_batch(B=2, T=6, U=3, durations=(0, 1, 2), omega=1.0, device=device)
+    good = loss_and_grads(kernel, batch, api)
+    batch.duration_logits[1, 2, 1] = bad  # -inf at a whole node makes NaN log-probabilities
+    outcome = loss_and_grads(kernel, batch.replace(), api)
+    assert_same_bits(outcome, good)
+
+
 def test_an_infinite_upstream_gradient_leaves_an_infeasible_sample_at_zero(kernel, device):
     batch = infeasible_batch(device, omega=0.5, clamp=0.1)
     outcome = loss_and_grads(kernel, batch, upstream=torch.tensor([torch.inf, 1.0], device=device))
