@@ -4,7 +4,8 @@
     LOCAL_KERNELS="kernels-community/tdt-loss=$PWD" python examples/align_parakeet.py --recording 2
 
 Prints the words of each recording with the second in which each begins, from `tdt_align`, and draws the lattice of one
-recording: how likely an alignment passes each node (from `return_occupancy`), and the best path on top.
+recording: how likely an alignment passes each node (from `return_occupancy`), and the best path on top. The seconds are those
+in which this model writes its labels down; having learnt five sentences by heart, it may do so before or after they are heard.
 """
 
 from __future__ import annotations
@@ -147,7 +148,9 @@ def main(argv: list[str] | None = None) -> int:
         # Characters of the text only: the rows of `frames` are as long as the longest text.
         words = word_starts(text, frames[number - 1][: len(text)])
         print(f"recording {number}, {len(waveform) / SAMPLING_RATE:.2f} s, best path {scores[number - 1]:.3f} nats")
-        print(textwrap.indent(textwrap.fill("  ".join(f"{t * frame:.2f} {word}" for t, word in words), 100), "  "))
+        # Lines break between words, not between a time and its word.
+        line = textwrap.fill("  ".join(f"{t * frame:.2f}\N{NO-BREAK SPACE}{word}" for t, word in words), 100)
+        print(textwrap.indent(line.replace("\N{NO-BREAK SPACE}", " "), "  "))
 
     loss, occupancy = kernel.tdt_loss(*arguments, reduction="none", return_occupancy=True)
     chosen = min(range(len(texts)), key=lambda b: len(texts[b])) if args.recording is None else args.recording - 1

@@ -5,7 +5,6 @@ import pickle
 import sys
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
 from conftest import assert_losses_match, make_batch
@@ -21,6 +20,12 @@ def batch(device):
     return make_batch(
         3, 9, 4, 8, (0, 1, 2, 3), logit_lengths=[9, 7, 5], target_lengths=[4, 2, 3], blank=7, device=device
     )
+
+
+@pytest.fixture
+def rnnt_losses(batch):
+    """The oracle's losses of the token logits alone."""
+    return batch.replace(duration_logits=batch.duration_logits[..., :0], durations=()).expected.losses
 
 
 class Wrapper:
@@ -79,15 +84,14 @@ def test_no_clamp_by_nemos_ways_to_say_so(kernel, batch, clamp):
     assert torch.equal(*gradients)
 
 
-def test_rnnt_behind_the_wrapper(kernel, batch):
-    expected = rnnt_losses(batch)
+def test_rnnt_behind_the_wrapper(kernel, batch, rnnt_losses):
     losses = Wrapper(nemo_loss.RNNTLossNeMo(7))(batch.token_logits, *batch.lengths)
-    torch.testing.assert_close(losses.double().cpu(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(losses.double(), rnnt_losses, rtol=1e-6, atol=0)
 
 
-def test_omega_1_is_rnnt(kernel, batch):
+def test_omega_1_is_rnnt(kernel, batch, rnnt_losses):
     losses = nemo_loss.TDTLossNeMo(7, batch.durations, None, omega=1.0)(batch.joint, *batch.lengths)
-    torch.testing.assert_close(losses.double().cpu(), rnnt_losses(batch), rtol=1e-6, atol=0)
+    torch.testing.assert_close(losses.double(), rnnt_losses, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -109,18 +113,3 @@ def test_unknown_reductions_are_refused_at_once(make):
 def test_the_script_runs(kernel, capsys):
     nemo_loss.main()
     assert "RNN-T" in capsys.readouterr().out
-
-
-def rnnt_losses(batch):
-    """(B,) RNN-T losses by the oracle's lattice: one blank arc of a frame, one label arc of none, no durations."""
-    losses = []
-    for logits, target, T, U in zip(
-        batch.token_logits.cpu(), batch.targets.cpu(), *map(torch.Tensor.tolist, batch.lengths[1:])
-    ):
-        x = logits[:T, : U + 1]
-        lp = oracle.log_probs(x, x[..., :1], target[:U], batch.blank)
-        lp = lp._replace(dur=lp.dur * 0)
-        blank = oracle.tdt_arcs(lp, [1])[0][0]
-        label = oracle.tdt_arcs(lp, [0])[1][0]
-        losses.append(-oracle.lattice([blank, label], T, U).ll)
-    return torch.tensor(losses, dtype=torch.float64)
