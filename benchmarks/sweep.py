@@ -181,7 +181,7 @@ def apis_of(case: Case, options: argparse.Namespace) -> list[Api]:
 def importable(package: str) -> bool:
     try:
         importlib.import_module(package)
-    except (ImportError, OSError) as error:  # OSError: a library that it needs is not there
+    except (ImportError, OSError, RuntimeError) as error:  # its libraries may be for another CUDA
         print(f"without {package}: {error}", flush=True)
         return False
     return True
