@@ -234,21 +234,22 @@ def peak_extra_bytes(call: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def verify(kernel, case: Case, api: Api) -> None:
+@cache  # one verification for a function and its CUDA graph
+def verify(kernel, case: Case, call: Callable, leaves: int, omega: float) -> None:
     """Compare loss and gradient of a crop, with this vocabulary and dtype, to the float64 oracle; raise where they differ."""
     import oracle
 
     crop = replace(case, B=2, T=min(case.T, 40), U=min(case.U, 36), ragged=True)
     logits, *rest = crop.batch(seed=7)
-    parts = (logits[..., : case.V], logits[..., case.V :]) if api.leaves == 2 else (logits,)
+    parts = (logits[..., : case.V], logits[..., case.V :]) if leaves == 2 else (logits,)
     inputs = [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in parts]
-    loss = api.call(kernel, crop, *inputs, *rest)
+    loss = call(kernel, crop, *inputs, *rest)
     loss.backward()
     grad = torch.cat([x.grad for x in inputs], dim=-1).double().cpu()
 
     x, targets, T, U = (tensor.cpu() for tensor in (logits.double(), *rest))
     expected = oracle.tdt_loss(
-        x[..., : case.V], x[..., case.V :], targets, T, U, case.V - 1, case.durations, omega=api.omega
+        x[..., : case.V], x[..., case.V :], targets, T, U, case.V - 1, case.durations, omega=omega
     )
     # The reduction "mean" of TDT, "mean_batch" of RNN-T.
     weight = (1 / U if case.D else torch.ones(crop.B, dtype=torch.float64)) / crop.B
@@ -260,7 +261,7 @@ def verify(kernel, case: Case, api: Api) -> None:
 
 
 def measure(kernel, case: Case, api: Api, bandwidth: float) -> dict:
-    verify(kernel, case, api)
+    verify(kernel, case, api.call, api.leaves, api.omega)
     copies = max(1, min(6, L2_BYTES * 2 // case.logit_bytes + 1))
     sets = [case.batch(seed) for seed in range(copies)]
     if api.leaves == 2:
