@@ -1,4 +1,4 @@
-# `make train` and `make test` are each all that a fresh machine needs: git, make, a C++ compiler, Python 3.11 or newer with
+# `make train`, `make align` and `make test` are each all that a fresh machine needs: git, make, a C++ compiler, Python 3.11 or newer with
 # venv. PYTHON=/some/python uses that interpreter as it is, without an environment of our own and without pip.
 
 SHELL := /bin/bash
@@ -14,6 +14,9 @@ else
   READY := .venv/ready
 endif
 
+# Where examples/train_parakeet.py leaves what it has trained.
+WEIGHTS := examples/output/weights.pt
+
 # Installed beside the interpreter; on PATH where PYTHON is a bare name.
 CLANG_FORMAT := $(if $(findstring /,$(PY)),$(dir $(PY)))clang-format
 CXX_FILES := $(wildcard torch-ext/*.cpp torch-ext/*.h tdt_loss_*/*.cpp tdt_loss_*/*.h tdt_loss_*/*.cu tdt_loss_*/*.cuh)
@@ -22,17 +25,24 @@ CXX_FILES := $(wildcard torch-ext/*.cpp torch-ext/*.h tdt_loss_*/*.cpp tdt_loss_
 export LOCAL_KERNELS := kernels-community/tdt-loss=$(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help build train test test-kernels-ci lint format abi report clean
+.PHONY: help build train align test test-kernels-ci lint format abi report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "Variables: ARGS=... (for train and test), BACKEND=auto|cpu|cuda|all, PYTHON=... (use it as it is), PYTHON3=... (for .venv)"
+	@echo "Variables: ARGS=... (for train, align and test), BACKEND=auto|cpu|cuda|all, PYTHON=... (use it as it is), PYTHON3=... (for .venv)"
 
 build: $(READY)  ## build the kernel for this machine into build/; only what changed is compiled
 	$(PY) tools/build_kernel.py --backend $(BACKEND)
 
 train: build  ## train a small Parakeet-TDT on five recordings and read them back
 	$(PY) examples/train_parakeet.py $(ARGS)
+
+align: $(WEIGHTS)  ## say when each word of the recordings is said, draw a lattice; trains first if nothing is trained
+	$(PY) examples/align_parakeet.py $(ARGS)
+
+# Once trained, a model stays; `make train` trains another.
+$(WEIGHTS): | build
+	$(PY) examples/train_parakeet.py
 
 test: build  ## run the whole suite
 	$(PY) -m pytest $(ARGS)

@@ -9,16 +9,19 @@ from matplotlib.figure import Figure
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "benchmarks" / "results" / "nvidia-h200.json"
 BEGIN, END = "<!-- report -->", "<!-- /report -->"
+RNNT_APIS = ("rnnt_loss", "rnnt_loss, CUDA graph", "torchaudio")
+LATTICES = {"lattice": "TDT", "rnnt lattice": "RNN-T"}
 
 
 def label(row: dict) -> str:
     return f"{row['case']} {row['dtype']}"
 
 
-def by_case(rows: list[dict]) -> dict[str, dict[str, dict]]:
+def by_case(rows: list[dict], rnnt: bool = False) -> dict[str, dict[str, dict]]:
+    """The rows of the TDT loss, or of the RNN-T loss, by case and then by api."""
     cases: dict[str, dict[str, dict]] = {}
     for row in rows:
-        if row["api"] != "lattice":
+        if row["api"] not in LATTICES and (row["api"] in RNNT_APIS) == rnnt:
             cases.setdefault(label(row), {})[row["api"]] = row
     return cases
 
@@ -33,7 +36,79 @@ def mebibytes(row: dict | None) -> str:
     return "" if row is None or row["ms"] is None else f"{row['peak_extra_bytes'] / 2**20:,.0f}"
 
 
-def table(rows: list[dict]) -> str:
+def markdown(header: list[str], body: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(columns) + " |" for columns in [header, ["---"] * len(header), *body]]
+
+
+def place(row: dict) -> list[str]:
+    """The columns that say what was measured."""
+    return [row["case"], ", ".join(map(str, row["shape"])), row["dtype"], f"{row['floor_ms']:.3g}"]
+
+
+PLACE = ["case", "B, T, U, V", "dtype", "floor"]
+
+
+def tdt_table(rows: list[dict]) -> list[str]:
+    body = []
+    for apis in by_case(rows).values():
+        ours = apis["tdt_loss_joint"]
+        in_place, peer = apis.get("tdt_loss_joint, in place"), apis.get("transformers")
+        shown = [
+            ours,
+            apis.get("tdt_loss_joint, CUDA graph"),
+            apis.get("layers.TDTLoss"),
+            apis.get("tdt_loss"),
+            in_place,
+            peer,
+        ]
+        body.append([*place(ours), *map(milliseconds, shown), *map(mebibytes, (ours, in_place, peer))])
+    names = ["`tdt_loss_joint`", "CUDA graph", "`TDTLoss` on slices", "`tdt_loss`", "in place", "transformers"]
+    return markdown([*PLACE, *names, "MiB", "MiB in place", "MiB transformers"], body)
+
+
+def rnnt_table(rows: list[dict]) -> list[str]:
+    body = []
+    for apis in by_case(rows, rnnt=True).values():
+        ours, peer = apis["rnnt_loss"], apis.get("torchaudio")
+        shown = [ours, apis.get("rnnt_loss, CUDA graph"), peer]
+        body.append([*place(ours), *map(milliseconds, shown), *map(mebibytes, (ours, peer))])
+    if not body:
+        return []
+    version = next((f" {row['torchaudio']}" for row in rows if row.get("torchaudio")), "")
+    names = ["`rnnt_loss`", "CUDA graph", f"torchaudio{version}", "MiB", "MiB torchaudio"]
+    return ["", "RNN-T, the same way:", "", *markdown([*PLACE, *names], body)]
+
+
+def omega_table(rows: list[dict]) -> list[str]:
+    """What the second lattice of a positive omega costs, beside the same call without it."""
+    body = []
+    for apis in by_case(rows).values():
+        columns = []
+        for suffix in ("", ", CUDA graph"):
+            plain, mixed = apis.get("tdt_loss_joint" + suffix), apis.get("tdt_loss_joint, omega 0.1" + suffix)
+            if plain and mixed and plain["ms"] and mixed["ms"]:
+                columns += [milliseconds(plain), milliseconds(mixed), f"{mixed['ms'] / plain['ms']:.2f}"]
+        if len(columns) == 6:
+            ours = apis["tdt_loss_joint"]
+            body.append([*place(ours)[:3], *columns])
+    if not body:
+        return []
+    names = ["omega 0", "omega 0.1", "ratio", "CUDA graph, omega 0", "omega 0.1", "ratio"]
+    text = "What omega costs, `tdt_loss_joint`: the RNN-T lattice is walked beside the TDT lattice."
+    return ["", text, "", *markdown([*PLACE[:3], *names], body)]
+
+
+def lattice_lines(rows: list[dict]) -> list[str]:
+    lines = []
+    for api, transducer in LATTICES.items():
+        lattices = [row for row in rows if row["api"] == api]
+        if lattices:
+            shapes = "; ".join(f"{', '.join(map(str, row['shape'][:3]))}: {row['ms']:.3g} ms" for row in lattices)
+            lines += ["", f"The lattice of {transducer} alone, alpha and beta, B, T, U: {shapes}."]
+    return lines
+
+
+def report(rows: list[dict]) -> str:
     first = rows[0]
     lines = [
         f"Forward and backward on one {first['gpu']} (PyTorch {first['torch']}, CUDA {first['cuda']}, transformers "
@@ -41,34 +116,14 @@ def table(rows: list[dict]) -> str:
         f"The floor is three passes over the logits at the copy bandwidth of the same run, {first['copy_tbps']:.2f} TB/s. Logits are "
         "standard normal; rows without occupancy are not read backward, which is how a time can be under the floor.",
         "",
-        "| case | B, T, U, V | dtype | floor | `tdt_loss_joint` | CUDA graph | `TDTLoss` on slices | `tdt_loss` | in place "
-        "| transformers | MiB | MiB in place | MiB transformers |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        *tdt_table(rows),
+        *rnnt_table(rows),
+        *omega_table(rows),
+        *lattice_lines(rows),
+        "",
+        "![Times against the floor](benchmarks/results/nvidia-h200.png)",
     ]
-    for apis in by_case(rows).values():
-        ours = apis["tdt_loss_joint"]
-        in_place, peer = apis.get("tdt_loss_joint, in place"), apis.get("transformers")
-        columns = [
-            ours["case"],
-            ", ".join(map(str, ours["shape"])),
-            ours["dtype"],
-            f"{ours['floor_ms']:.3g}",
-            milliseconds(ours),
-            milliseconds(apis.get("tdt_loss_joint, CUDA graph")),
-            milliseconds(apis.get("layers.TDTLoss")),
-            milliseconds(apis.get("tdt_loss")),
-            milliseconds(in_place),
-            milliseconds(peer),
-            mebibytes(ours),
-            mebibytes(in_place),
-            mebibytes(peer),
-        ]
-        lines.append("| " + " | ".join(columns) + " |")
-    lattices = [row for row in rows if row["api"] == "lattice"]
-    if lattices:
-        shapes = "; ".join(f"{', '.join(map(str, row['shape'][:3]))}: {row['ms']:.3g} ms" for row in lattices)
-        lines += ["", f"The lattice alone, alpha and beta, B, T, U: {shapes}."]
-    return "\n".join([*lines, "", "![Times against the floor](benchmarks/results/nvidia-h200.png)"])
+    return "\n".join(lines)
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -99,7 +154,7 @@ def main() -> None:
     readme = REPO / "README.md"
     text = readme.read_text()
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    readme.write_text(f"{head}{BEGIN}\n{table(rows)}\n{END}{tail}")
+    readme.write_text(f"{head}{BEGIN}\n{report(rows)}\n{END}{tail}")
     plot(rows, RESULTS.with_suffix(".png"))
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Time the loss over the shapes of real training runs, against the floor that the memory bandwidth sets and against peers.
 
-    LOCAL_KERNELS=kernels-community/tdt-loss=$PWD python benchmarks/sweep.py [--cases base ft-v2 ...] [--no-peers]
+    LOCAL_KERNELS=kernels-community/tdt-loss=$PWD python benchmarks/sweep.py [--cases base ft-v2 ...] [--apis rnnt_loss ...] [--no-peers]
 
-The floor is three passes over the logits (read forward; read and written backward) at the copy bandwidth measured in the same
+TDT and RNN-T. The floor is three passes over the logits (read forward; read and written backward) at the copy bandwidth measured in the same
 run. Every implementation is verified before it is timed. Inputs rotate through more memory than the L2 cache holds; times are
 medians of CUDA events, several calls in flight as in training. Writes benchmarks/results/<gpu>.json and .png.
 """
@@ -11,14 +11,14 @@ medians of CUDA events, several calls in flight as in training. Writes benchmark
 import argparse
 import datetime
 import gc
-import importlib.metadata
+import importlib
 import json
 import re
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -28,10 +28,10 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from record_tests import commit  # noqa: E402
+from record_tests import commit, version  # noqa: E402
 
 DURATIONS = [0, 1, 2, 3, 4]
-D = len(DURATIONS)
+OMEGA = 0.1
 L2_BYTES = 128 << 20
 
 
@@ -44,6 +44,11 @@ class Case:
     V: int
     dtype: torch.dtype
     ragged: bool = False
+    D: int = len(DURATIONS)  # 0: RNN-T
+
+    @property
+    def durations(self) -> list[int]:
+        return DURATIONS[: self.D]
 
     @property
     def nodes(self) -> int:
@@ -51,16 +56,17 @@ class Case:
 
     @property
     def logit_bytes(self) -> int:
-        return self.nodes * (self.V + D) * self.dtype.itemsize
+        return self.nodes * (self.V + self.D) * self.dtype.itemsize
 
     def batch(self, seed: int = 0) -> tuple[torch.Tensor, ...]:
-        """Joint logits, targets, logit lengths, target lengths."""
+        """Joint logits, targets, logit lengths, target lengths; the latter in 32 bits for RNN-T, since torchaudio reads nothing else."""
         generator = torch.Generator("cuda").manual_seed(seed)
-        shape = (self.B, self.T, self.U + 1, self.V + D)
+        shape = (self.B, self.T, self.U + 1, self.V + self.D)
+        index = {"device": "cuda", "dtype": torch.int64 if self.D else torch.int32}
         logits = torch.empty(shape, device="cuda", dtype=self.dtype).normal_(generator=generator)
-        targets = torch.randint(0, self.V - 1, (self.B, self.U), device="cuda", generator=generator)
+        targets = torch.randint(0, self.V - 1, (self.B, self.U), generator=generator, **index)
         share = torch.linspace(0.4, 1.0, self.B) if self.ragged else torch.ones(self.B)
-        lengths = [(share * n).round().long().cuda() for n in (self.T, self.U)]
+        lengths = [(share * n).round().to(**index) for n in (self.T, self.U)]
         return logits, targets, *lengths
 
 
@@ -75,6 +81,13 @@ CASES = [
     Case("ft-v2 ragged", 16, 250, 99, 1025, torch.bfloat16, ragged=True),
     Case("ft-v3", 16, 250, 99, 8193, torch.bfloat16),
     Case("long", 2, 1000, 400, 1025, torch.bfloat16),
+]
+RNNT_CASES = [
+    Case("base", 8, 100, 20, 1025, torch.float32, D=0),
+    Case("large", 4, 200, 40, 8193, torch.float32, D=0),
+    Case("large", 4, 200, 40, 8193, torch.bfloat16, D=0),
+    Case("ft-v2", 16, 250, 99, 1025, torch.float32, D=0),
+    Case("ft-v2", 16, 250, 99, 1025, torch.bfloat16, D=0),
 ]
 LATTICES = [(8, 100, 20), (4, 200, 40), (16, 250, 99), (2, 1000, 400), (1, 3000, 800)]  # B, T, U
 
@@ -95,6 +108,83 @@ def transformers_loss(kernel, case: Case, logits, *rest):
     from transformers.loss.loss_tdt import tdt_loss
 
     return tdt_loss(logits[..., : case.V], logits[..., case.V :], *rest, case.V - 1, DURATIONS)
+
+
+def rnnt(kernel, case: Case, logits, *rest):
+    return kernel.rnnt_loss(logits, *rest, case.V - 1, "mean_batch")
+
+
+def torchaudio_loss(kernel, case: Case, logits, *rest):
+    from torchaudio.functional import rnnt_loss
+
+    return rnnt_loss(logits, *rest, case.V - 1, reduction="mean")  # the mean over the batch
+
+
+@dataclass(frozen=True)
+class Api:
+    name: str
+    call: Callable
+    leaves: int = 1  # how many tensors of logits it takes
+    omega: float = 0.0
+    peer: str = ""  # the package that it comes from, if not ours
+
+    @property
+    def graph(self) -> bool:
+        return self.name.endswith("CUDA graph")
+
+    @property
+    def in_place(self) -> bool:
+        return self.name.endswith("in place")
+
+
+mixed = partial(joint, omega=OMEGA)
+TDT_APIS = [
+    Api("tdt_loss_joint", joint),
+    Api("tdt_loss_joint, CUDA graph", joint),
+    Api("layers.TDTLoss", layer),
+    Api("tdt_loss", separate, leaves=2),
+    Api("tdt_loss_joint, in place", partial(joint, inplace_grad=True)),
+    Api(f"tdt_loss_joint, omega {OMEGA}", mixed, omega=OMEGA),
+    Api(f"tdt_loss_joint, omega {OMEGA}, CUDA graph", mixed, omega=OMEGA),
+    Api("transformers", transformers_loss, peer="transformers"),
+]
+RNNT_APIS = [
+    Api("rnnt_loss", rnnt),
+    Api("rnnt_loss, CUDA graph", rnnt),
+    Api("torchaudio", torchaudio_loss, peer="torchaudio"),
+]
+
+
+def apis_of(case: Case, options: argparse.Namespace) -> list[Api]:
+    """What is measured in a case: omega and peers in some only."""
+
+    def wanted(api: Api) -> bool:
+        if options.apis and api.name not in options.apis:
+            return False
+        if api.omega > 0:
+            return (case.name, case.dtype) in [
+                ("base", torch.float32),
+                ("large", torch.bfloat16),
+                ("train", torch.bfloat16),
+                ("ft-v2", torch.bfloat16),
+            ]
+        if api.peer == "transformers":
+            return not options.no_peers and case.name in ("base", "large", "ft-v2")
+        if api.peer == "torchaudio":  # knows no bfloat16
+            return not options.no_peers and case.dtype == torch.float32 and importable(api.peer)
+        return True
+
+    return [api for api in (TDT_APIS if case.D else RNNT_APIS) if wanted(api)]
+
+
+@cache
+def importable(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except (ImportError, OSError, RuntimeError) as error:  # its libraries may be for another CUDA
+        print(f"without {package}: {error}", flush=True)
+        return False
+    return True
 
 
 def median_ms(call: Callable[[int], None], repeats: int = 25, warmup: int = 8) -> float:
@@ -144,21 +234,25 @@ def peak_extra_bytes(call: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def verify(kernel, case: Case, function: Callable) -> None:
+@cache  # one verification for a function and its CUDA graph
+def verify(kernel, case: Case, call: Callable, leaves: int, omega: float) -> None:
     """Compare loss and gradient of a crop, with this vocabulary and dtype, to the float64 oracle; raise where they differ."""
     import oracle
 
-    crop = Case(case.name, 2, min(case.T, 40), min(case.U, 36), case.V, case.dtype, ragged=True)
+    crop = replace(case, B=2, T=min(case.T, 40), U=min(case.U, 36), ragged=True)
     logits, *rest = crop.batch(seed=7)
-    parts = (logits[..., : case.V], logits[..., case.V :]) if function is separate else (logits,)
+    parts = (logits[..., : case.V], logits[..., case.V :]) if leaves == 2 else (logits,)
     inputs = [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in parts]
-    loss = function(kernel, crop, *inputs, *rest)
+    loss = call(kernel, crop, *inputs, *rest)
     loss.backward()
     grad = torch.cat([x.grad for x in inputs], dim=-1).double().cpu()
 
     x, targets, T, U = (tensor.cpu() for tensor in (logits.double(), *rest))
-    expected = oracle.tdt_loss(x[..., : case.V], x[..., case.V :], targets, T, U, case.V - 1, DURATIONS)
-    weight = 1 / U / crop.B  # the reduction "mean"
+    expected = oracle.tdt_loss(
+        x[..., : case.V], x[..., case.V :], targets, T, U, case.V - 1, case.durations, omega=omega
+    )
+    # The reduction "mean" of TDT, "mean_batch" of RNN-T.
+    weight = (1 / U if case.D else torch.ones(crop.B, dtype=torch.float64)) / crop.B
     wanted = torch.cat([expected.grad_tokens, expected.grad_durations], dim=-1) * weight[:, None, None, None]
     error = (grad - wanted).abs().max() / wanted.abs().max()
     expected_loss = (expected.losses * weight).sum().item()
@@ -166,35 +260,26 @@ def verify(kernel, case: Case, function: Callable) -> None:
         raise AssertionError(f"{case.name}: loss {loss.item()} for {expected_loss}, gradient off by {error:.1e}")
 
 
-def measure(kernel, case: Case, api: str, bandwidth: float) -> dict:
-    function = {
-        "tdt_loss_joint": joint,
-        "tdt_loss_joint, CUDA graph": joint,
-        "tdt_loss_joint, in place": partial(joint, inplace_grad=True),
-        "tdt_loss": separate,
-        "layers.TDTLoss": layer,
-        "transformers": transformers_loss,
-    }[api]
-    verify(kernel, case, function)
+def measure(kernel, case: Case, api: Api, bandwidth: float) -> dict:
+    verify(kernel, case, api.call, api.leaves, api.omega)
     copies = max(1, min(6, L2_BYTES * 2 // case.logit_bytes + 1))
     sets = [case.batch(seed) for seed in range(copies)]
-    if function is separate:
+    if api.leaves == 2:
         sets = [(x[..., : case.V].contiguous(), x[..., case.V :].contiguous(), *rest) for x, *rest in sets]
-    leaves = 2 if function is separate else 1
 
     def forward(i: int) -> torch.Tensor:
         batch = sets[i % copies]
-        inputs = [x.detach().requires_grad_() for x in batch[:leaves]]
-        return function(kernel, case, *inputs, *batch[leaves:])
+        inputs = [x.detach().requires_grad_() for x in batch[: api.leaves]]
+        return api.call(kernel, case, *inputs, *batch[api.leaves :])
 
     def both(i: int) -> None:
         forward(i).backward()
 
-    times = {"repeats": 3, "warmup": 1} if api == "transformers" else {}
+    times = {"repeats": 3, "warmup": 1} if api.peer == "transformers" else {}
     row = {"ms": None, "ms_forward": None, "ms_backward": None}
-    if api.endswith("CUDA graph"):
+    if api.graph:
         row["ms"] = graph_ms([partial(both, i) for i in range(copies)])
-    elif api.endswith("in place"):  # the second call would read what the first wrote: random numbers all the same
+    elif api.in_place:  # the second call would read what the first wrote: random numbers all the same
         row["ms"] = median_ms(both)
     else:
         row["ms"] = median_ms(both, **times)
@@ -204,52 +289,50 @@ def measure(kernel, case: Case, api: str, bandwidth: float) -> dict:
     return row | {"floor_ms": 3 * case.logit_bytes / bandwidth / 1e9}
 
 
-def lattice_ms(kernel, B: int, T: int, U: int) -> float:
-    node_lp = torch.randn(B, T, U + 1, 8, device="cuda").log_softmax(-1)
+def lattice_ms(kernel, B: int, T: int, U: int, durations: list[int]) -> float:
+    record = (3 + len(durations) + 3) // 4 * 4  # of a node: lse, blank_lp, label_lp, dur_lp, rounded up
+    node_lp = torch.randn(B, T, U + 1, record, device="cuda").log_softmax(-1)
     targets = torch.zeros(B, U, dtype=torch.long, device="cuda")
     lengths = [torch.full((B,), n, device="cuda") for n in (T, U)]
-    call = partial(kernel.loss.ops.lattice, node_lp, targets, *lengths, DURATIONS, 10, False, True)
+    call = partial(kernel.loss.ops.lattice, node_lp, targets, *lengths, durations, 10, 0.0, True)
     return graph_ms([lambda: [call() for _ in range(5)]]) / 5
 
 
 def rows_of(kernel, options: argparse.Namespace, bandwidth: float) -> list[dict]:
     rows = []
-    for case in CASES:
+    for case in CASES + RNNT_CASES:
         if options.cases and case.name not in options.cases:
             continue
-        apis = [
-            "tdt_loss_joint",
-            "tdt_loss_joint, CUDA graph",
-            "layers.TDTLoss",
-            "tdt_loss",
-            "tdt_loss_joint, in place",
-        ]
-        if not options.no_peers and case.name in ("base", "large", "ft-v2") and not case.ragged:
-            apis.append("transformers")
-        for api in apis:
-            row = {"case": case.name, "api": api, "dtype": str(case.dtype).removeprefix("torch.")}
+        for api in apis_of(case, options):
+            row = {"case": case.name, "api": api.name, "dtype": str(case.dtype).removeprefix("torch.")}
             row["shape"] = [case.B, case.T, case.U, case.V]
             try:
                 row |= measure(kernel, case, api, bandwidth)
             except torch.cuda.OutOfMemoryError as error:
                 row |= {"ms": None, "lost": f"out of memory: {error}".splitlines()[0]}
+            except (RuntimeError, AssertionError) as error:
+                if not api.peer:
+                    raise
+                row |= {"ms": None, "lost": str(error).splitlines()[0]}
             rows.append(row)
             torch.cuda.empty_cache()
             shown = "lost" if row["ms"] is None else f"{row['ms']:9.3f} ms, floor {row['floor_ms']:.3f}"
             print(
-                f"{case.name:14} {row['dtype']:9} {api:28} {shown}  peak +{row.get('peak_extra_bytes', 0) / 2**20:.1f} MiB",
+                f"{case.name:14} {row['dtype']:9} {api.name:38} {shown}  peak +{row.get('peak_extra_bytes', 0) / 2**20:.1f} MiB",
                 flush=True,
             )
-    for shape in LATTICES if not options.cases else []:
-        ms = lattice_ms(kernel, *shape)
-        rows.append({"case": "lattice", "api": "lattice", "dtype": "float32", "shape": [*shape, None], "ms": ms})
-        print(f"lattice B, T, U = {shape}: {ms:.4f} ms", flush=True)
+    for name, durations in (("lattice", DURATIONS), ("rnnt lattice", [])):
+        for shape in LATTICES if not options.cases and (not options.apis or name in options.apis) else []:
+            ms = lattice_ms(kernel, *shape, durations)
+            rows.append({"case": name, "api": name, "dtype": "float32", "shape": [*shape, None], "ms": ms})
+            print(f"{name} B, T, U = {shape}: {ms:.4f} ms", flush=True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", help="only these")
+    parser.add_argument("--apis", nargs="*", help="only these, by their names in the results")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--commit", default=commit())
     parser.add_argument("--output", type=Path, default=REPO / "benchmarks" / "results")
@@ -262,7 +345,8 @@ def main() -> None:
         "copy_tbps": bandwidth,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "transformers": importlib.metadata.version("transformers"),
+        "transformers": version("transformers"),
+        "torchaudio": version("torchaudio"),
         "gpu": gpu,
         "commit": options.commit,
         "date": datetime.date.today().isoformat(),

@@ -5,8 +5,8 @@
 
 Features and model are transformers' own; the loss is the kernel that `kernels.get_kernel` resolves, and there is no
 other: a kernel that does not load ends the run. The trained model then writes down what it hears with `model.generate`.
-The exit status is 0 when it hears every word right. This is a check that the loss trains, not a recipe for speech
-recognition: five sentences are learnt by heart.
+The exit status is 0 when it hears every word right, and then its weights are kept for align_parakeet.py. This is a check
+that the loss trains, not a recipe for speech recognition: five sentences are learnt by heart.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from transformers import ParakeetEncoderConfig, ParakeetFeatureExtractor, Parake
 REPO_ID = "kernels-community/tdt-loss"
 VERSION = 1
 HERE = Path(__file__).resolve().parent
+OUTPUT = HERE / "output"
+WEIGHTS = OUTPUT / "weights.pt"
 SAMPLING_RATE = 16_000  # Hz
 PAD = 0  # label padding; characters follow, and the blank comes last, as in the released Parakeet models
 
@@ -210,6 +212,22 @@ def transcribe(model: ParakeetForTDT, batch: dict[str, torch.Tensor], vocabulary
     return heard
 
 
+def save_model(model: ParakeetForTDT, vocabulary: Vocabulary, path: Path) -> None:
+    """Keep the weights, and what `load_model` has to know beside them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {"characters": vocabulary.characters, "durations": model.config.durations, "weights": model.state_dict()}
+    torch.save(kept, path)
+
+
+def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[ParakeetForTDT, Vocabulary]:
+    """The model that `save_model` kept, and its vocabulary."""
+    kept = torch.load(path, map_location=device, weights_only=True)
+    vocabulary = Vocabulary(kept["characters"])
+    model = build_model(vocabulary, tuple(kept["durations"])).to(device)
+    model.load_state_dict(kept["weights"])
+    return model, vocabulary
+
+
 def plot_losses(losses: list[float], path: Path, title: str) -> None:
     """Write the loss of every step as a PNG, on a logarithmic scale."""
     figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
@@ -230,7 +248,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--speech", type=Path, default=HERE / "speech", help="folder of recordings and transcripts")
-    parser.add_argument("--output", type=Path, default=HERE / "output" / "loss.png", help="where the loss curve goes")
+    parser.add_argument("--output", type=Path, default=OUTPUT / "loss.png", help="where the loss curve goes")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="where the trained weights go")
     return parser.parse_args(argv)
 
 
@@ -271,6 +290,7 @@ def main(argv: list[str] | None = None) -> int:
     if error_rate > 0:
         print(f"FAILED: the word error rate is {error_rate:.1%} after {len(losses)} steps, not 0", file=sys.stderr)
         return 1
+    save_model(model, vocabulary, args.weights)
     return 0
 
 

@@ -2,6 +2,7 @@
 // arguments, allocate, and call these; tdt_loss_cpu and tdt_loss_cuda implement them under the same names.
 #pragma once
 
+#include "align.h"
 #include "checks.h"
 #include "joint.h"
 #include "reduction.h"
@@ -38,13 +39,29 @@ struct Upstream {
   TDT_HD Acc at(int b) const { return weights ? grad[b * stride] * weights[b] : grad[b * stride]; }
 };
 
-// How the gradient differs from the derivative of the plain loss.
+// What the gradient is taken of: which lattices, and how the occupancies of their arcs enter.
+template <typename Acc>
 struct Shaping {
-  int blank;
+  int blank;  // the token
+  int lattices;
   Arcs arcs[kMaxLattices];
-  Mixture mixture;
-  double fastemit_lambda;
-  double clamp;  // of each sample's own gradient, before the upstream gradient multiplies; 0: none
+  Acc blank_share[kMaxLattices];  // weight of the lattice in the mixture
+  Acc label_share[kMaxLattices];  // that times 1 + fastemit_lambda
+  Acc clamp;                      // of each sample's own gradient, before the upstream gradient multiplies; 0: none
+
+  static Shaping of(int blank, const Arcs& arcs, const Mixture& mixture, double fastemit_lambda, double clamp) {
+    Shaping s{blank, mixture.n, {arcs, rnnt_arcs()}, {}, {}, static_cast<Acc>(clamp > 0 ? clamp : 0.0)};
+    for (int l = 0; l < mixture.n; ++l) {
+      s.blank_share[l] = static_cast<Acc>(mixture.weight[l]);
+      s.label_share[l] = static_cast<Acc>(mixture.weight[l] * (1.0 + fastemit_lambda));
+    }
+    return s;
+  }
+
+  // The bound of every entry when `scale` multiplies.
+  TDT_HD Acc limit(Acc scale) const {
+    return clamp > 0 ? clamp * (scale < 0 ? -scale : scale) : static_cast<Acc>(INFINITY);
+  }
 };
 
 // Where the lattice stage writes. Without a gradient, alpha_beta is null and only ll is wanted.
@@ -73,11 +90,15 @@ struct Backend {
   template <typename S>
   static void gradient(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
                        const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
-                       const Upstream<accumulate_t<S>>& upstream, const Shaping& shaping);
+                       const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping);
   // eq. 7 of every arc: blank and label (B, T, U1, arcs.n), for RNN-T (B, T, U1)
   template <typename Acc>
   static void occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,
                         Acc* label);
+  // the best alignment
+  template <typename Acc>
+  static void align(const Tensor& like, const Batch& batch, const Arcs& arcs, const Acc* node_lp,
+                    const AlignOutput<Acc>& out);
   // The hidden layer of a joint network at the nodes of a tile
   template <typename S>
   static void joint_hidden(const Tensor& like, const Joint<S>& joint, int64_t rows, const int32_t* nodes, S* hidden);

@@ -62,10 +62,12 @@ struct SampleState {
   bool lives;  // every lattice that counts has an alignment, and the sample is well formed
   bool nan;    // a logit was NaN or +inf
 
-  TDT_HD static SampleState of(const double* ll, int B, int b, const Mixture& mixture) {
+  // ll (lattices, B); a lattice of share 0 does not count
+  template <typename Acc>
+  TDT_HD static SampleState of(const double* ll, int B, int b, int lattices, const Acc* share) {
     SampleState state{true, false};
-    for (int l = 0; l < mixture.n; ++l) {
-      if (mixture.weight[l] == 0.0) continue;
+    for (int l = 0; l < lattices; ++l) {
+      if (share[l] == 0) continue;
       const double here = ll[static_cast<int64_t>(l) * B + b];
       state.lives = state.lives && here > -INFINITY && here < INFINITY;
       state.nan = state.nan || here != here;

@@ -15,11 +15,6 @@ using namespace cpu;
 
 constexpr int64_t kGrain = 16;  // rows per task at least: a row costs about a microsecond at V = 1024
 
-template <typename S>
-void store_row(const accumulate_t<S>* values, S* out, int n) {
-  for (int i = 0; i < n; ++i) out[i] = static_cast<S>(values[i]);
-}
-
 }  // namespace
 
 template <>
@@ -65,20 +60,19 @@ struct NodeSums {
   explicit NodeSums(int D) : durations(D) {}
 
   void collect(const Batch& batch, const Extent& extent, const Node& at, const Saved<Acc>& saved,
-               const Shaping& shaping) {
+               const Shaping<Acc>& shaping) {
     blank = label = 0;
     std::fill(durations.begin(), durations.end(), Acc(0));
-    for (int l = 0; l < shaping.mixture.n; ++l) {
-      const Acc share = static_cast<Acc>(shaping.mixture.weight[l]);
-      if (share == 0) continue;
-      const Acc label_share = share * static_cast<Acc>(1.0 + shaping.fastemit_lambda);
+    for (int l = 0; l < shaping.lattices; ++l) {
+      const Acc blank_share = shaping.blank_share[l], label_share = shaping.label_share[l];
+      if (blank_share == 0) continue;
       const Arcs& arcs = shaping.arcs[l];
       const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, arcs, saved, l);
       for (int i = 0; i < arcs.n; ++i) {
         const ArcPair<Acc> occ = occupied.arc(i);
-        blank += share * occ.blank;
+        blank += blank_share * occ.blank;
         label += label_share * occ.label;
-        if (!arcs.rnnt) durations[i] = share * occ.blank + label_share * occ.label;
+        if (!arcs.rnnt) durations[i] = blank_share * occ.blank + label_share * occ.label;
       }
     }
   }
@@ -90,20 +84,20 @@ template <>
 template <typename S>
 void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
                    const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
-                   const Upstream<accumulate_t<S>>& upstream, const Shaping& shaping) {
+                   const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping) {
   using Acc = accumulate_t<S>;
   const int R = record_size(batch.D);
   torch::stable::parallel_for(0, list.n, kGrain, [&](int64_t begin, int64_t end) {
-    std::vector<Acc> buffer, result(batch.V);
+    std::vector<Acc> buffer;
     NodeSums<Acc> G(batch.D);
     for (int64_t row = begin; row < end; ++row) {
       const int64_t node = list.at(row);
       const Node at = batch.node_at(node);
       const Extent extent = batch.extent(at.b);
-      const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.mixture);
+      const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.lattices, shaping.blank_share);
       const Acc* record = saved.node_lp + node * R;
       const Acc scale = upstream.at(at.b);
-      const Acc limit = shaping.clamp > 0 ? static_cast<Acc>(shaping.clamp) * std::abs(scale) : Acc(INFINITY);
+      const Acc limit = shaping.limit(scale);
       const bool valid = extent.has(at.t, at.u);
       const bool lives = valid && sample.lives;
       if (lives) G.collect(batch, extent, at, saved, shaping);
@@ -117,12 +111,14 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, cons
         std::fill(grad_z, grad_z + batch.D, value);
         continue;
       }
-      row_softmax(widened(logits.tokens.row(row, at), batch.V, buffer), result.data(), batch.V, record[kLse],
+      const Acc* x = widened(logits.tokens.row(row, at), batch.V, buffer);
+      Acc* result = row_for(grad_x, batch.V, buffer);  // may be x: nothing of x is read afterwards
+      row_softmax(x, result, batch.V, record[kLse],
                   G_all * scale);  // eq. 8
       result[shaping.blank] -= G.blank * scale;
       if (at.u < extent.U) result[batch.label(at.b, at.u)] -= G.label * scale;
-      if (limit < INFINITY) row_clamp(result.data(), batch.V, limit);
-      store_row<S>(result.data(), grad_x, batch.V);
+      if (limit < INFINITY) row_clamp(result, batch.V, limit);
+      store_row(result, grad_x, batch.V);
       Acc G_tdt = 0;
       for (const Acc G_i : G.durations) G_tdt += G_i;
       for (int i = 0; i < batch.D; ++i) {
@@ -138,7 +134,7 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, cons
                                   const Emission&);                                                                    \
   template void Cpu::gradient<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&,                    \
                                  const LogitRows<S>&, const Saved<accumulate_t<S>>&, const Upstream<accumulate_t<S>>&, \
-                                 const Shaping&);
+                                 const Shaping<accumulate_t<S>>&);
 TDT_INSTANTIATE(float)
 TDT_INSTANTIATE(double)
 TDT_INSTANTIATE(Half)

@@ -14,7 +14,8 @@ void Cpu::occupancy(const Tensor&, const Batch& batch, const Arcs& arcs, const S
     for (int64_t node = begin; node < end; ++node) {
       const Node at = batch.node_at(node);
       const Extent extent = batch.extent(at.b);
-      const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, Mixture::of(1, 0.0));
+      const Acc share = 1;
+      const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, 1, &share);
       const bool valid = extent.has(at.t, at.u);
       const Acc otherwise = valid && sample.nan ? Acc(NAN) : Acc(0);
       std::fill(blank + node * columns, blank + (node + 1) * columns, otherwise);

@@ -11,8 +11,12 @@
 #include <cstring>
 #include <vector>
 
+#include "../tdt_loss_common/checks.h"
+
 // GCC compiles these functions once per instruction set and picks one at load time; the sanitizers do not support that.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+#include <immintrin.h>
+#define TDT_HAS_SIMD
 #define TDT_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define TDT_SIMD
@@ -66,8 +70,9 @@ TDT_SIMD inline float row_sum_exp(const float* x, int n, float reference) {
   return sum;
 }
 
-// out_v = exp(x_v - lse) * scale. In place (out == x) is allowed.
+// out_v = exp(x_v - lse) * scale. In place (out == x) is allowed, for which the loop must not be tested for overlap.
 TDT_SIMD inline void row_softmax(const float* x, float* out, int n, float lse, float scale) {
+#pragma GCC ivdep
   for (int i = 0; i < n; ++i) out[i] = exp_of(x[i] - lse) * scale;
 }
 
@@ -100,14 +105,69 @@ Acc row_logsumexp(const Acc* x, int n) {
   return reference + std::log(row_sum_exp(x, n, reference));
 }
 
+// 16-bit rows to float32 and back: to nearest, ties to even.
+template <typename S>
+TDT_SIMD void widen_row(const S* x, float* out, int n) {
+  for (int i = 0; i < n; ++i) out[i] = static_cast<float>(x[i]);
+}
+
+template <typename S>
+TDT_SIMD void narrow_row(const float* x, S* out, int n) {
+  for (int i = 0; i < n; ++i) out[i] = static_cast<S>(x[i]);
+}
+
+// float16 by the processor's own conversions, 4 to 7 times as fast as the arithmetic of Half, which GCC does not
+// recognise as such. Multiversioned as above: without F16C, Half's.
+#ifdef TDT_HAS_SIMD
+__attribute__((target("default"))) inline void widen_row(const Half* x, float* out, int n) {
+  widen_row<Half>(x, out, n);
+}
+__attribute__((target("default"))) inline void narrow_row(const float* x, Half* out, int n) {
+  narrow_row<Half>(x, out, n);
+}
+
+__attribute__((target("arch=x86-64-v3"))) inline void widen_row(const Half* x, float* out, int n) {
+  int i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+  }
+  for (; i < n; ++i) out[i] = _cvtsh_ss(x[i].x);
+}
+
+__attribute__((target("arch=x86-64-v3"))) inline void narrow_row(const float* x, Half* out, int n) {
+  constexpr int kNearestEven = _MM_FROUND_TO_NEAREST_INT;
+  int i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), kNearestEven));
+  }
+  for (; i < n; ++i) out[i].x = _cvtss_sh(x[i], kNearestEven);
+}
+#endif
+
 // The row itself where it has the accumulation type already, else its conversion in `buffer`.
 inline const float* widened(const float* x, int, std::vector<float>&) { return x; }
 inline const double* widened(const double* x, int, std::vector<double>&) { return x; }
 template <typename S>
 const float* widened(const S* x, int n, std::vector<float>& buffer) {
   buffer.resize(n);
-  for (int i = 0; i < n; ++i) buffer[i] = static_cast<float>(x[i]);
+  widen_row(x, buffer.data(), n);
   return buffer.data();
+}
+
+// Where to compute a row of the accumulation type that goes to `out`: there, or in `buffer`; store_row then moves it.
+inline float* row_for(float* out, int, std::vector<float>&) { return out; }
+inline double* row_for(double* out, int, std::vector<double>&) { return out; }
+template <typename S>
+float* row_for(S*, int n, std::vector<float>& buffer) {
+  buffer.resize(n);
+  return buffer.data();
+}
+
+inline void store_row(const float*, float*, int) {}
+inline void store_row(const double*, double*, int) {}
+template <typename S>
+void store_row(const float* values, S* out, int n) {
+  narrow_row(values, out, n);
 }
 
 }  // namespace tdt::cpu

@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kBlock, min_blocks<S>())
                     const __grid_constant__ LogitRows<S> logits, const __grid_constant__ LogitRows<S> grad,
                     const __grid_constant__ Saved<accumulate_t<S>> saved,
                     const __grid_constant__ Upstream<accumulate_t<S>> upstream,
-                    const __grid_constant__ Shaping shaping) {
+                    const __grid_constant__ Shaping<accumulate_t<S>> shaping) {
   using Acc = accumulate_t<S>;
   const RowGroup<kThreads> group;
   const int64_t row = group_row<kThreads>();
@@ -210,24 +210,19 @@ __global__ void __launch_bounds__(kBlock, min_blocks<S>())
   const Node at = batch.node_at(node);
   const auto [b, t, u] = at;
   const Extent extent = batch.extent(b);
-  const SampleState sample = SampleState::of(saved.ll, batch.B, b, shaping.mixture);
+  const SampleState sample = SampleState::of(saved.ll, batch.B, b, shaping.lattices, shaping.blank_share);
   const bool valid = extent.has(t, u), lives = valid && sample.lives;
-  // The share of the label arcs of a lattice, and that of its blank arcs.
-  const auto label_share = [&](int l) {
-    return static_cast<Acc>(shaping.mixture.weight[l]) * static_cast<Acc>(1.0 + shaping.fastemit_lambda);
-  };
-  const auto blank_share = [&](int l) { return static_cast<Acc>(shaping.mixture.weight[l]); };
 
   // Lane i weighs arc pair i. Every warp of a long row does so for itself: cheaper than to wait for one.
   Acc G_blank = 0, G_label = 0, G_tdt = 0;
   if (lives) {
-    for (int l = 0; l < shaping.mixture.n; ++l) {
-      if (shaping.mixture.weight[l] == 0.0) continue;
+    for (int l = 0; l < shaping.lattices; ++l) {
+      if (shaping.blank_share[l] == 0) continue;
       const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[l], saved, l);
       for (int i = group.lane; i < shaping.arcs[l].n; i += group.kLanes) {
         const auto [blank_occ, label_occ] = occupied.arc(i);
-        G_blank += blank_share(l) * blank_occ;
-        G_label += label_share(l) * label_occ;
+        G_blank += shaping.blank_share[l] * blank_occ;
+        G_label += shaping.label_share[l] * label_occ;
       }
       if (l == 0) G_tdt = G_blank + G_label;
     }
@@ -248,19 +243,18 @@ __global__ void __launch_bounds__(kBlock, min_blocks<S>())
   }
   const Acc* record = saved.node_lp + node * record_size(batch.D);
   const int label = u < extent.U ? batch.label(b, u) : -1;
-  const Acc limit = shaping.clamp > 0 ? static_cast<Acc>(shaping.clamp) * fabs(scale) : static_cast<Acc>(INFINITY);
-  const TokenGradient<Acc> gradient{record[kLse], G * scale, G_blank * scale, G_label * scale, shaping.blank,
-                                    label,        limit};
+  const TokenGradient<Acc> gradient{record[kLse],  G * scale, G_blank * scale,     G_label * scale,
+                                    shaping.blank, label,     shaping.limit(scale)};
   gradient_row<S, kThreads>(logits.tokens.row(row, at), grad_x, batch.V, gradient, group.thread);
   if (batch.D == 0) return;
-  const bool tdt_counts = blank_share(0) != 0;
-  G_tdt = shaping.mixture.n == 1 ? G : group.sum(G_tdt);
+  const bool tdt_counts = shaping.blank_share[0] != 0;
+  G_tdt = shaping.lattices == 1 ? G : group.sum(G_tdt);
   const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[0], saved, 0);
   for (int i = group.thread; i < batch.D; i += kThreads) {
     Acc value = 0;
     if (tdt_counts) {
       const auto [blank_occ, label_occ] = occupied.arc(i);
-      const Acc G_i = blank_share(0) * blank_occ + label_share(0) * label_occ;
+      const Acc G_i = shaping.blank_share[0] * blank_occ + shaping.label_share[0] * label_occ;
       value = gradient.clamped((exp(record[kDurLp + i]) * G_tdt - G_i) * scale);  // eq. 9
     }
     grad_z[i] = narrow<S>(value);
@@ -301,7 +295,7 @@ template <>
 template <typename S>
 void Cuda::gradient(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
                     const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
-                    const Upstream<accumulate_t<S>>& upstream, const Shaping& shaping) {
+                    const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping) {
   const cuda::LaunchScope scope(like);
   cuda::with_row_threads<S, cuda::kWarp>(batch.V, list.n, [&](auto threads) {
     constexpr int kThreads = decltype(threads)::value;
@@ -317,7 +311,7 @@ void Cuda::gradient(const Tensor& like, const Batch& batch, const NodeList& list
                                    accumulate_t<S>*, const Emission&);                                \
   template void Cuda::gradient<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&,  \
                                   const LogitRows<S>&, const Saved<accumulate_t<S>>&,                 \
-                                  const Upstream<accumulate_t<S>>&, const Shaping&);
+                                  const Upstream<accumulate_t<S>>&, const Shaping<accumulate_t<S>>&);
 TDT_INSTANTIATE(float)
 TDT_INSTANTIATE(double)
 TDT_INSTANTIATE(Half)

@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(kBlock)
   const int i = static_cast<int>(index % arcs.n);
   const Node at = batch.node_at(node);
   const Extent extent = batch.extent(at.b);
-  const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, Mixture::of(1, 0.0));
+  const Acc share = 1;
+  const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, 1, &share);
   const bool valid = extent.has(at.t, at.u);
   ArcPair<Acc> occ{0, 0};
   if (valid && sample.nan) occ = {static_cast<Acc>(NAN), static_cast<Acc>(NAN)};

@@ -5,7 +5,7 @@ The kernel comes from `kernels.get_kernel` and nowhere else. Unless LOCAL_KERNEL
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -80,6 +80,8 @@ DTYPES = list(TOLERANCE)
 
 @dataclass(frozen=True)
 class Batch:
+    """Inputs of one call. Without durations (D = 0) it is a batch of rnnt_loss."""
+
     token_logits: torch.Tensor  # (B, max_T, max_U1, V)
     duration_logits: torch.Tensor  # (B, max_T, max_U1, D)
     targets: torch.Tensor  # (B, max_U)
@@ -88,6 +90,7 @@ class Batch:
     blank: int
     durations: tuple[int, ...]
     sigma: float
+    options: dict = field(default_factory=dict)  # omega, fastemit_lambda, clamp, delay_penalty
 
     replace = replace
 
@@ -110,6 +113,41 @@ class Batch:
         """The arguments of tdt_loss_joint."""
         return self.joint, *self.rest
 
+    @property
+    def rnnt_args(self):
+        """The arguments of rnnt_loss, up to the blank; sigma is a keyword there."""
+        return self.token_logits, *self.lengths, self.blank
+
+    def option(self, name):
+        return float(self.options.get(name, 0.0))
+
+    def without_durations(self):
+        """The RNN-T batch of the same tokens."""
+        options = {name: value for name, value in self.options.items() if name != "omega"}
+        return self.replace(durations=(), duration_logits=self.duration_logits[..., :0], options=options)
+
+    def op_logits(self, api="separate"):
+        """The two logits arguments of an op."""
+        if not self.durations:
+            return self.token_logits, None
+        return (self.token_logits, self.duration_logits) if api == "separate" else (self.joint, None)
+
+    @property
+    def op_arcs(self):
+        return self.blank % self.token_logits.shape[-1], list(self.durations)
+
+    def loss_op_args(self, api="separate", *, zero_infinity=False, need_grad=True, inplace_grad=False, reduction=0):
+        """The arguments of the op loss."""
+        options = map(self.option, ("delay_penalty", "omega", "fastemit_lambda", "clamp"))
+        flags = (zero_infinity, need_grad, inplace_grad, reduction)
+        return (*self.op_logits(api), *self.lengths, *self.op_arcs, self.sigma, *options, *flags)
+
+    def gradient_op_args(self, api, grad_loss, weights, node_lp, ll, alpha_beta):
+        """The arguments of the op gradient."""
+        options = map(self.option, ("omega", "fastemit_lambda", "clamp"))
+        logits, saved = self.op_logits(api), (node_lp, ll, alpha_beta)
+        return (grad_loss, weights, *logits, *self.lengths, *saved, *self.op_arcs, *options)
+
     def leaves(self):
         """Copies of both logits that require grad."""
         return self.token_logits.clone().requires_grad_(), self.duration_logits.clone().requires_grad_()
@@ -128,8 +166,8 @@ class Batch:
 
     @cached_property
     def expected(self):
-        """Losses, gradients, alpha, beta and LL of the oracle."""
-        return oracle.tdt_loss(*self.args)
+        """Losses, gradients, alpha, beta, LL and occupancies of the oracle."""
+        return oracle.tdt_loss(*self.args, **self.options)
 
     @cached_property
     def expected_node_lp(self):
@@ -138,7 +176,8 @@ class Batch:
         node_lp = torch.zeros(*self.token_logits.shape[:3], (3 + D + 3) // 4 * 4, dtype=torch.float64)
         for b, (T, U) in enumerate(zip(self.logit_lengths.tolist(), self.target_lengths.tolist())):
             x, z = self.token_logits[b, :T, : U + 1], self.duration_logits[b, :T, : U + 1]
-            lp = oracle.log_probs(x, z, self.targets[b, :U], self.blank, self.sigma)
+            delay_penalty = self.option("delay_penalty")
+            lp = oracle.log_probs(x, z, self.targets[b, :U], self.blank, self.sigma, delay_penalty)
             record = node_lp[b, :T, : U + 1]
             for k, part in enumerate((lp.lse, lp.blank, lp.label)):
                 record[..., k] = torch.from_numpy(part)
@@ -147,9 +186,10 @@ class Batch:
 
     @cached_property
     def magnitude(self):
-        """The largest finite logit at a valid node, at least 1."""
+        """The largest finite number at a valid node, at least 1: a logit, or what the delay penalty adds."""
         logits = self.joint[self.valid].double()
-        return max(1.0, logits[logits.isfinite()].abs().max().item()) if logits.numel() else 1.0
+        largest = logits[logits.isfinite()].abs().max().item() if logits.numel() else 0.0
+        return max(1.0, largest, abs(self.option("delay_penalty")) * (self.valid.shape[1] - 1) / 2)
 
 
 def make_batch(
@@ -168,8 +208,9 @@ def make_batch(
     index_dtype=torch.int64,
     device="cpu",
     seed=0,
+    **options,
 ):
-    """Normal logits times `scale` (0: all logits zero), random labels other than blank, full lengths unless given."""
+    """Normal logits times `scale` (0: all logits zero), random labels other than blank, full lengths unless given. No durations: RNN-T."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(B, T, U + 1, V + len(durations), generator=generator) * scale
     targets = torch.randint(0, max(V - 1, 1), (B, U), generator=generator)
@@ -186,6 +227,7 @@ def make_batch(
         blank=blank,
         durations=tuple(durations),
         sigma=sigma,
+        options=options,
     )
 
 
@@ -194,23 +236,61 @@ class Outcome:
     losses: torch.Tensor  # (B,), or () when reduced
     grad_tokens: torch.Tensor  # (B, max_T, max_U1, V)
     grad_durations: torch.Tensor  # (B, max_T, max_U1, D)
+    occupancy: tuple | None = None  # (blank, label), where it was asked for
+
+
+def call(kernel, batch, logits, reduction="none", **options):
+    """One call on one tensor (RNN-T or joint, as the batch has it) or on two, with the batch's own options beside the given ones."""
+    options = {**batch.options, **options}
+    if len(logits) == 2:
+        return kernel.tdt_loss(*logits, *batch.rest, reduction, **options)
+    if batch.durations:
+        return kernel.tdt_loss_joint(*logits, *batch.rest, reduction, **options)
+    return kernel.rnnt_loss(*logits, *batch.rnnt_args[1:], reduction, sigma=batch.sigma, **options)
 
 
 def loss_and_grads(kernel, batch, api="separate", *, upstream=None, reduction="none", **options):
-    """Runs forward and backward as a user would, on leaf tensors with the strides of the batch's own."""
-    if api == "joint":
-        logits = batch.joint.detach().requires_grad_()
-        losses = kernel.tdt_loss_joint(logits, *batch.rest, reduction, **options)
-    else:
-        token_logits = batch.token_logits.detach().requires_grad_()
-        duration_logits = batch.duration_logits.detach().requires_grad_()
-        losses = kernel.tdt_loss(token_logits, duration_logits, *batch.rest, reduction, **options)
+    """Runs forward and backward as a user would, on leaf tensors with the strides of the batch's own. `api` does not matter to RNN-T."""
+    V = batch.token_logits.shape[-1]
+    one = batch.joint if batch.durations else batch.token_logits
+    two = (batch.token_logits, batch.duration_logits)
+    logits = [x.detach().requires_grad_() for x in (two if batch.durations and api == "separate" else (one,))]
+    losses, occupancy = call(kernel, batch, logits, reduction, **options), None
+    if options.get("return_occupancy"):
+        losses, occupancy = losses
     losses.backward(torch.ones_like(losses) if upstream is None else upstream)
-    if api == "joint":
-        return Outcome(
-            losses.detach(), *logits.grad.split([batch.token_logits.shape[-1], len(batch.durations)], dim=-1)
-        )
-    return Outcome(losses.detach(), token_logits.grad, duration_logits.grad)
+    grads = [x.grad for x in logits]
+    return Outcome(losses.detach(), *(grads if len(grads) == 2 else (grads[0][..., :V], grads[0][..., V:])), occupancy)
+
+
+def through_the_ops(kernel, batch, api="separate", zero_infinity=False):
+    """Forward and backward without the host checks, so that malformed values reach the kernels on every device."""
+    ops, V = kernel.loss.ops, batch.token_logits.shape[-1]
+    losses, *saved, weights = ops.loss(*batch.loss_op_args(api, zero_infinity=zero_infinity))
+    grad, grad_durations = ops.gradient(*batch.gradient_op_args(api, torch.ones_like(losses), weights, *saved))
+    if grad.shape[-1] > V or not batch.durations:
+        grad, grad_durations = grad[..., :V], grad[..., V:]
+    return Outcome(losses, grad, grad_durations)
+
+
+def reduced(reduction, losses, target_lengths):
+    """The reductions as they are documented."""
+    return {
+        "none": losses,
+        "sum": losses.sum(),
+        "mean": (losses / target_lengths.clamp(min=1)).mean(),
+        "mean_batch": losses.mean(),
+        "mean_volume": losses.sum() / target_lengths.sum().clamp(min=1),
+    }[reduction]
+
+
+def transformers_rnnt_loss():
+    """rnnt_loss of the installed transformers; skips where it or torchaudio, which it calls, cannot be loaded."""
+    try:
+        import torchaudio  # noqa: F401
+    except (ImportError, OSError) as error:
+        pytest.skip(f"needs torchaudio: {error}")
+    return pytest.importorskip("transformers.loss.loss_rnnt").rnnt_loss
 
 
 def assert_grads_match(outcome, batch, weights=1.0, atol=None):

@@ -1,6 +1,6 @@
 """Losses and gradients that are known without any implementation: closed forms for equal logits, and published numbers.
 
-With all logits zero every arc has the probability q = exp(-sigma) / (V D), so a loss counts alignments.
+With all logits zero every arc has the probability q = exp(-sigma) / (V D), or exp(-sigma) / V for RNN-T, so a loss counts alignments.
 """
 
 from math import comb, exp, inf, log
@@ -20,6 +20,17 @@ DURATIONS_0_1 = [
     (4, 0, 5, 0.0, 9.210340),
     (1, 3, 7, 0.0, 10.556229),
 ]
+
+# RNN-T; T, U, V = 2, 1, 4; blank 0, target [1], all logits 0: the gradient at (t, u).
+RNNT_GRADIENT = [
+    [[-0.25, -0.25, 0.25, 0.25], [-0.375, 0.125, 0.125, 0.125]],
+    [[0.125, -0.375, 0.125, 0.125], [-0.75, 0.25, 0.25, 0.25]],
+]
+
+
+def loss_of_rnnt(T, U, V, sigma=0.0):
+    """T blanks and U labels, of which the last is a blank."""
+    return (T + U) * (log(V) + sigma) - log(comb(T + U - 1, U))
 
 
 def loss_of_durations_1(T, U, V, sigma=0.0):

@@ -16,54 +16,79 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-def logits_of(batch, api):
-    return (batch.token_logits, batch.duration_logits) if api == "separate" else (batch.joint, None)
+ARCS = {
+    "separate": ("separate", {}),
+    "joint": ("joint", {}),
+    "two lattices": ("joint", {"omega": 0.5, "fastemit_lambda": 0.1, "clamp": 0.5, "delay_penalty": 0.1}),
+    "RNN-T": ("separate", {"durations": (), "fastemit_lambda": 0.1, "clamp": 0.5, "delay_penalty": 0.1}),
+}
+every_arcs = pytest.mark.parametrize("api, arguments", ARCS.values(), ids=ARCS.keys())
 
 
-def forward_op(kernel, batch, api, need_grad=True):
-    """The losses, and what the gradient ops take of the forward."""
-    logits = logits_of(batch, api)
-    return kernel.loss.ops.loss(
-        *logits, *batch.lengths, batch.blank, list(batch.durations), batch.sigma, False, need_grad, False
-    )[:4]
+def opcheck(kernel, name, args):
+    """Two runs of an op must agree: those that return alpha_beta get full lengths here, since its padding is unspecified."""
+    torch.library.opcheck(getattr(kernel.loss.ops, name).default, args)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("reduction", [0, 3])
 def test_opcheck_loss(kernel, device, api, dtype, reduction):
-    batch = make_batch(B=2, T=6, U=3, dtype=dtype, device=device, **LENGTHS)
-    tail = (*batch.lengths, batch.blank, list(batch.durations), 0.05, False)
-    torch.library.opcheck(kernel.loss.ops.loss.default, (*logits_of(batch, api), *tail, False, False, reduction))
-    trained = [logits if logits is None else logits.requires_grad_() for logits in logits_of(batch, api)]
-    torch.library.opcheck(kernel.loss.ops.loss.default, (*trained, *tail, True, False, reduction))
+    batch = make_batch(B=2, T=6, U=3, dtype=dtype, sigma=0.05, device=device)
+    opcheck(kernel, "loss", batch.loss_op_args(api, need_grad=False, reduction=reduction))
+    for logits in (batch.token_logits, batch.duration_logits, batch.joint):
+        logits.requires_grad_()
+    opcheck(kernel, "loss", batch.loss_op_args(api, reduction=reduction))
 
 
-def test_opcheck_log_probs(kernel, device, api):
-    batch = make_batch(B=2, T=6, U=3, device=device, **LENGTHS)
-    args = (*logits_of(batch, api), *batch.lengths, batch.blank, len(batch.durations), 0.05)
-    torch.library.opcheck(kernel.loss.ops.log_probs.default, args)
+@every_arcs
+@pytest.mark.parametrize("reduction", [0, 3])
+def test_opcheck_loss_with_options(kernel, device, api, arguments, reduction):
+    batch = make_batch(B=2, T=6, U=3, device=device, **arguments)
+    batch.op_logits(api)[0].requires_grad_()
+    opcheck(kernel, "loss", batch.loss_op_args(api, zero_infinity=True, reduction=reduction))
 
 
+@every_arcs
+def test_opcheck_log_probs(kernel, device, api, arguments):
+    batch = make_batch(B=2, T=6, U=3, device=device, **LENGTHS, **arguments)
+    blank, durations = batch.op_arcs
+    opcheck(kernel, "log_probs", (*batch.op_logits(api), *batch.lengths, blank, len(durations), 0.05, 0.1))
+
+
+@every_arcs
 @pytest.mark.parametrize("need_grad", [True, False])
-def test_opcheck_lattice(kernel, device, need_grad):
-    batch = make_batch(B=2, T=6, U=3, device=device, **LENGTHS)
-    _, node_lp, _, _ = forward_op(kernel, batch, "separate")
-    args = (node_lp, *batch.lengths, list(batch.durations), batch.token_logits.shape[-1], True, need_grad)
-    torch.library.opcheck(kernel.loss.ops.lattice.default, args)
+def test_opcheck_lattice(kernel, device, api, arguments, need_grad):
+    batch = make_batch(B=2, T=6, U=3, device=device, **arguments)
+    _, node_lp, *_ = kernel.loss.ops.loss(*batch.loss_op_args(api))
+    args = (node_lp, *batch.lengths, list(batch.durations), batch.token_logits.shape[-1], batch.option("omega"))
+    opcheck(kernel, "lattice", (*args, need_grad))
 
 
-def test_opcheck_gradient(kernel, device, api):
-    batch = make_batch(B=2, T=6, U=3, device=device, **LENGTHS)
-    losses, *saved = forward_op(kernel, batch, api)
-    args = (torch.ones_like(losses), *logits_of(batch, api), *batch.lengths, *saved, batch.blank, list(batch.durations))
-    torch.library.opcheck(kernel.loss.ops.gradient.default, args)
+@every_arcs
+@pytest.mark.parametrize("reduction", [0, 3])
+def test_opcheck_reduce(kernel, device, api, arguments, reduction):
+    batch = make_batch(B=2, T=6, U=3, device=device, **LENGTHS, **arguments)
+    _, _, ll, _, _ = kernel.loss.ops.loss(*batch.loss_op_args(api))
+    opcheck(kernel, "reduce", (ll, batch.target_lengths, batch.token_logits, batch.option("omega"), True, reduction))
 
 
-def test_opcheck_gradient_in_place(kernel, device):
-    batch = make_batch(B=2, T=6, U=3, device=device, **LENGTHS)
-    losses, *saved = forward_op(kernel, batch, "joint")
-    args = (torch.ones_like(losses), batch.joint, *batch.lengths, *saved, batch.blank, list(batch.durations))
-    torch.library.opcheck(kernel.loss.ops.gradient_.default, args)
+@every_arcs
+@pytest.mark.parametrize("reduction", [0, 3])
+def test_opcheck_gradient(kernel, device, api, arguments, reduction):
+    batch = make_batch(B=2, T=6, U=3, device=device, **LENGTHS, **arguments)
+    loss, *saved, weights = kernel.loss.ops.loss(*batch.loss_op_args(api, reduction=reduction))
+    args = batch.gradient_op_args(api, torch.ones_like(loss), weights, *saved)
+    opcheck(kernel, "gradient", args)
+    if args[3] is None:
+        opcheck(kernel, "gradient_", (*args[:2], args[2].clone(), *args[4:]))
+
+
+@every_arcs
+def test_opcheck_occupancy(kernel, device, api, arguments):
+    batch = make_batch(B=2, T=6, U=3, device=device, **LENGTHS, **arguments)
+    _, node_lp, ll, alpha_beta, _ = kernel.loss.ops.loss(*batch.loss_op_args(api))
+    args = (node_lp, ll, alpha_beta, *batch.lengths, list(batch.durations), batch.token_logits.shape[-1])
+    opcheck(kernel, "occupancy", args)
 
 
 def test_ops_live_in_a_namespace_of_their_own(kernel):
@@ -77,6 +102,7 @@ def compiled_outcome(kernel, batch, api, backend, **options):
     class Compiled:
         tdt_loss = staticmethod(torch.compile(kernel.tdt_loss, fullgraph=True, backend=backend))
         tdt_loss_joint = staticmethod(torch.compile(kernel.tdt_loss_joint, fullgraph=True, backend=backend))
+        rnnt_loss = staticmethod(torch.compile(kernel.rnnt_loss, fullgraph=True, backend=backend))
 
     return loss_and_grads(Compiled, batch, api, **options)
 

@@ -2,19 +2,7 @@
 
 import pytest
 import torch
-from conftest import Outcome, loss_and_grads, make_batch, same_bits
-
-
-def through_the_ops(kernel, batch, api="separate", zero_infinity=False):
-    """Forward and backward without the host checks, so that malformed values reach the kernels on every device."""
-    ops, V, D = kernel.loss.ops, batch.token_logits.shape[-1], len(batch.durations)
-    logits = (batch.token_logits, batch.duration_logits) if api == "separate" else (batch.joint, None)
-    tail = (batch.blank % V, list(batch.durations))
-    losses, *saved, _ = ops.loss(*logits, *batch.lengths, *tail, batch.sigma, zero_infinity, True, False)
-    grad, grad_durations = ops.gradient(torch.ones_like(losses), *logits, *batch.lengths, *saved, *tail)
-    if api == "joint":
-        grad, grad_durations = grad.split([V, D], dim=-1)
-    return Outcome(losses, grad, grad_durations)
+from conftest import loss_and_grads, make_batch, same_bits, through_the_ops
 
 
 def assert_sample_keeps_its_bits(outcome, reference, samples):
@@ -164,8 +152,9 @@ def test_same_call_same_bits(kernel, device, api):
         assert_sample_keeps_its_bits(loss_and_grads(kernel, batch, api), first, slice(None))
 
 
-def test_number_of_cpu_threads_does_not_matter(kernel):
-    batch = make_batch(B=4, T=40, U=20, V=65, durations=(0, 1, 2, 3, 4))
+@pytest.mark.parametrize("omega", [0.0, 0.5])
+def test_number_of_cpu_threads_does_not_matter(kernel, omega):
+    batch = make_batch(B=4, T=40, U=20, V=65, durations=(0, 1, 2, 3, 4), omega=omega)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -176,10 +165,11 @@ def test_number_of_cpu_threads_does_not_matter(kernel):
         torch.set_num_threads(threads)
 
 
-def test_values_of_other_samples_do_not_matter(kernel, device, api):
+@pytest.mark.parametrize("options", [{}, {"omega": 0.5, "clamp": 0.1, "delay_penalty": 0.2}, {"durations": ()}])
+def test_values_of_other_samples_do_not_matter(kernel, device, api, options):
     lengths = {"logit_lengths": [20, 33, 40], "target_lengths": [20, 11, 5]}
-    batch = make_batch(B=3, T=40, U=20, V=65, device=device, **lengths)
-    other = make_batch(B=3, T=40, U=20, V=65, device=device, seed=1, scale=50.0, **lengths)
+    batch = make_batch(B=3, T=40, U=20, V=65, device=device, **lengths, **options)
+    other = make_batch(B=3, T=40, U=20, V=65, device=device, seed=1, scale=50.0, **lengths, **options)
     for name in ("token_logits", "duration_logits", "targets"):
         getattr(other, name)[1] = getattr(batch, name)[1]
     other = other.replace(logit_lengths=torch.tensor([40, 33, 1]), target_lengths=torch.tensor([0, 11, 20]))

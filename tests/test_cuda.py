@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from conftest import assert_matches, loss_and_grads, make_batch, peak_extra_bytes, same_bits
+from conftest import assert_matches, call, loss_and_grads, make_batch, peak_extra_bytes, same_bits
+from known_values import loss_of_rnnt
 
 pytestmark = pytest.mark.cuda
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
@@ -16,28 +17,39 @@ def training_batch(**changes):
     )
 
 
+ARCS = {
+    "TDT": {},
+    "both lattices": {"omega": 0.3, "fastemit_lambda": 0.5, "clamp": 0.05, "delay_penalty": 0.2},
+    "RNN-T": {"durations": (), "fastemit_lambda": 0.5, "clamp": 0.05, "delay_penalty": 0.2},
+}
+every_arcs = pytest.mark.parametrize("arcs", ARCS.values(), ids=ARCS.keys())
+
+
 def assert_same_bits(outcome, expected):
     for name in ("losses", "grad_tokens", "grad_durations"):
         assert same_bits(getattr(outcome, name), getattr(expected, name)), name
 
 
 @pytest.mark.kernels_ci
-def test_cuda_equals_cpu(kernel, api):
-    batch = training_batch(device="cpu")
-    on_cuda = loss_and_grads(kernel, training_batch(), api)
-    on_cpu = loss_and_grads(kernel, batch, api)
+@every_arcs
+def test_cuda_equals_cpu(kernel, api, arcs):
+    on_cuda = loss_and_grads(kernel, training_batch(**arcs), api, return_occupancy=True)
+    on_cpu = loss_and_grads(kernel, training_batch(device="cpu", **arcs), api, return_occupancy=True)
+    for occ, expected in zip(on_cuda.occupancy, on_cpu.occupancy):
+        torch.testing.assert_close(occ.cpu(), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(on_cuda.losses.cpu(), on_cpu.losses, rtol=1e-6, atol=0)
     torch.testing.assert_close(on_cuda.grad_tokens.cpu(), on_cpu.grad_tokens, rtol=0, atol=1e-5)
     torch.testing.assert_close(on_cuda.grad_durations.cpu(), on_cpu.grad_durations, rtol=0, atol=1e-5)
 
 
 @pytest.mark.kernels_ci
-def test_no_host_synchronization(kernel, api):
-    batch = training_batch()
+@every_arcs
+def test_no_host_synchronization(kernel, api, arcs):
+    batch = training_batch(**arcs)
     expected = loss_and_grads(kernel, batch, api, reduction="mean")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        outcome = loss_and_grads(kernel, batch, api, reduction="mean")
+        outcome = loss_and_grads(kernel, batch, api, reduction="mean", return_occupancy=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(outcome, expected)
@@ -93,16 +105,17 @@ def test_lengths_on_another_gpu(kernel):
     assert_same_bits(loss_and_grads(kernel, moved), loss_and_grads(kernel, batch))
 
 
+@every_arcs
 @pytest.mark.parametrize("inplace_grad", [False, True])
-def test_graph_of_forward_and_backward(kernel, inplace_grad):
-    static = training_batch()
+def test_graph_of_forward_and_backward(kernel, inplace_grad, arcs):
+    static = training_batch(**arcs)
     given = static.joint.clone()
     weight = torch.ones((), device="cuda", requires_grad=True)
 
     def step():
         logits = given * weight  # a fresh tensor each time, so that in-place gradients have something to overwrite
-        loss = kernel.tdt_loss_joint(logits, *static.rest, inplace_grad=inplace_grad)
-        return loss.detach(), *torch.autograd.grad(loss, (logits, weight))
+        loss, occupancy = call(kernel, static, [logits], "mean", inplace_grad=inplace_grad, return_occupancy=True)
+        return loss.detach(), *torch.autograd.grad(loss, (logits, weight)), *occupancy
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -114,7 +127,7 @@ def test_graph_of_forward_and_backward(kernel, inplace_grad):
         captured = step()
     for seed in range(1, 6):
         fresh = training_batch(
-            seed=seed, logit_lengths=[30 - seed, 21, 13 + seed, 30], target_lengths=[12, seed, 7, 9 - seed]
+            seed=seed, logit_lengths=[30 - seed, 21, 13 + seed, 30], target_lengths=[12, seed, 7, 9 - seed], **arcs
         )
         given.copy_(fresh.joint)
         for tensor, contents in zip(static.lengths, fresh.lengths):
@@ -128,8 +141,9 @@ def test_graph_of_forward_and_backward(kernel, inplace_grad):
 
 
 @pytest.mark.kernels_ci
-def test_same_bits_twenty_times(kernel, api):
-    batch = training_batch(V=1025, dtype=torch.bfloat16)
+@every_arcs
+def test_same_bits_twenty_times(kernel, api, arcs):
+    batch = training_batch(V=1025, dtype=torch.bfloat16, **arcs)
     first = loss_and_grads(kernel, batch, api)
     for _ in range(19):
         assert_same_bits(loss_and_grads(kernel, batch, api), first)
@@ -156,6 +170,7 @@ MIB = 2**20
         ("separate", "separate", {}, 1),
         ("joint", "joint", {}, 1),
         ("joint in place", "joint", {"inplace_grad": True}, 0),
+        ("both lattices", "joint", {"inplace_grad": True, "omega": 0.5}, 0),
     ],
 )
 def test_peak_memory_of_a_training_step(kernel, name, api, options, logits_beyond):
@@ -169,7 +184,8 @@ def test_peak_memory_of_a_training_step(kernel, name, api, options, logits_beyon
 
     step()
     bytes_of_logits = sum(logits.numel() * logits.element_size() for logits in inputs)
-    assert peak_extra_bytes(step, "cuda") <= logits_beyond * bytes_of_logits + 60 * batch.valid.numel() + MIB
+    per_node = 76 if options.get("omega") else 60  # another alpha and beta
+    assert peak_extra_bytes(step, "cuda") <= logits_beyond * bytes_of_logits + per_node * batch.valid.numel() + MIB
 
 
 def test_peak_memory_without_grad(kernel):
@@ -218,6 +234,20 @@ def test_one_sample_beyond_2_to_the_31_elements(kernel):
     assert last[0].item() == pytest.approx(1 / V - 1, rel=1e-2) and last[1:V].mean().item() == pytest.approx(
         1 / V, rel=1e-2
     )
+
+
+def test_one_rnnt_sample_beyond_2_to_the_31_elements(kernel):
+    T, U1, V = 1100, 500, 4096
+    logits = torch.zeros(1, T, U1, V, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    assert logits.numel() > 2**31
+    targets = torch.ones(1, U1 - 1, dtype=torch.int64, device="cuda")
+    lengths = torch.tensor([T], device="cuda"), torch.tensor([U1 - 1], device="cuda")
+    loss = kernel.rnnt_loss(logits, targets, *lengths, 0, "sum", inplace_grad=True)
+    assert loss.item() == pytest.approx(loss_of_rnnt(T, U1 - 1, V), rel=1e-6)
+    (grad,) = torch.autograd.grad(loss, logits)
+    last = grad[0, -1, -1].double()
+    assert last[0].item() == pytest.approx(1 / V - 1, rel=1e-2)
+    assert last[1:].mean().item() == pytest.approx(1 / V, rel=1e-2)
 
 
 def test_many_tiny_samples(kernel):

@@ -1,5 +1,7 @@
 """Every check on the host: the error names the argument and the value, whichever device the tensors are on."""
 
+from math import inf, nan
+
 import pytest
 import torch
 from conftest import make_batch
@@ -74,6 +76,10 @@ SHARED = {
     "blank too large": ({"blank_token_id": lambda b: 7}, ValueError, ("blank_token_id", "7")),
     "blank too negative": ({"blank_token_id": lambda b: -8}, ValueError, ("blank_token_id", "-8")),
     "blank not an integer": ({"blank_token_id": lambda b: 1.5}, TypeError, ("blank_token_id", "1.5")),
+    "unknown reduction": ({"reduction": lambda r: "average"}, ValueError, ("reduction", "average")),
+    "reduction not a string": ({"reduction": lambda r: None}, ValueError, ("reduction", "None")),
+}
+DURATIONS = {
     "no durations": ({"durations": lambda d: []}, ValueError, ("durations",)),
     "a negative duration": ({"durations": lambda d: [0, 1, -2]}, ValueError, ("durations", "-2")),
     "no positive duration": ({"durations": lambda d: [0, 0, 0]}, ValueError, ("durations", "0, 0, 0")),
@@ -85,8 +91,30 @@ SHARED = {
     ),
     "durations a matrix": ({"durations": lambda d: torch.tensor([[0, 1, 2]])}, ValueError, ("durations", "(1, 3)")),
     "durations not a sequence": ({"durations": lambda d: 3}, TypeError, ("durations", "3")),
-    "unknown reduction": ({"reduction": lambda r: "average"}, ValueError, ("reduction", "average")),
-    "reduction not a string": ({"reduction": lambda r: None}, ValueError, ("reduction", "None")),
+}
+NUMBERS = {
+    "sigma not a number": ({"sigma": "0.1"}, TypeError, ("sigma", "'0.1'")),
+    "fastemit_lambda negative": ({"fastemit_lambda": -0.5}, ValueError, ("fastemit_lambda", "-0.5")),
+    "fastemit_lambda infinite": ({"fastemit_lambda": inf}, ValueError, ("fastemit_lambda", "inf")),
+    "fastemit_lambda NaN": ({"fastemit_lambda": nan}, ValueError, ("fastemit_lambda", "nan")),
+    "fastemit_lambda not a number": ({"fastemit_lambda": None}, TypeError, ("fastemit_lambda", "None")),
+    "clamp infinite": ({"clamp": inf}, ValueError, ("clamp", "inf")),
+    "clamp minus infinity": ({"clamp": -inf}, ValueError, ("clamp", "-inf")),
+    "clamp NaN": ({"clamp": nan}, ValueError, ("clamp", "nan")),
+    "clamp not a number": ({"clamp": "1"}, TypeError, ("clamp", "'1'")),
+    "delay_penalty too large": ({"delay_penalty": 10001}, ValueError, ("delay_penalty", "10000", "10001")),
+    "delay_penalty too negative": ({"delay_penalty": -1e5}, ValueError, ("delay_penalty", "-100000")),
+    "delay_penalty infinite": ({"delay_penalty": inf}, ValueError, ("delay_penalty", "inf")),
+    "delay_penalty NaN": ({"delay_penalty": nan}, ValueError, ("delay_penalty", "nan")),
+    "delay_penalty not a number": ({"delay_penalty": [0.1]}, TypeError, ("delay_penalty", "[0.1]")),
+}
+OMEGAS = {
+    "negative": (-0.1, ValueError, ("omega", "[0, 1]", "-0.1")),
+    "above 1": (1.5, ValueError, ("omega", "[0, 1]", "1.5")),
+    "NaN": (nan, ValueError, ("omega", "nan")),
+    "infinite": (inf, ValueError, ("omega", "inf")),
+    "not a number": ("half", TypeError, ("omega", "half")),
+    "None": (None, TypeError, ("omega", "None")),
 }
 ON_THE_HOST = {
     "negative logit length": ("logit_lengths", -1, ("logit_lengths", "sample 1", "-1")),
@@ -96,22 +124,32 @@ ON_THE_HOST = {
 }
 
 
+@pytest.fixture(params=["separate", "joint", "rnnt"])
+def api(request):
+    """tdt_loss, tdt_loss_joint, rnnt_loss."""
+    return request.param
+
+
 def arguments_of(batch, api):
     arguments = {
         "targets": batch.targets,
         "logit_lengths": batch.logit_lengths,
         "target_lengths": batch.target_lengths,
         "blank_token_id": batch.blank,
-        "durations": list(batch.durations),
         "reduction": "mean",
     }
+    if api == "rnnt":
+        return {"logits": batch.token_logits, **arguments}
+    arguments["durations"] = list(batch.durations)
     if api == "joint":
         return {"logits": batch.joint, **arguments}
     return {"token_logits": batch.token_logits, "duration_logits": batch.duration_logits, **arguments}
 
 
 def call(kernel, arguments):
-    return (kernel.tdt_loss_joint if "logits" in arguments else kernel.tdt_loss)(**arguments)
+    if "token_logits" in arguments:
+        return kernel.tdt_loss(**arguments)
+    return (kernel.tdt_loss_joint if "durations" in arguments else kernel.rnnt_loss)(**arguments)
 
 
 def assert_raises(kernel, arguments, exception, words):
@@ -139,6 +177,54 @@ def test_other_arguments(kernel, device, api, changes, exception, words):
     assert_raises(
         kernel, arguments | {name: change(arguments[name]) for name, change in changes.items()}, exception, words
     )
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("changes, exception, words", DURATIONS.values(), ids=DURATIONS.keys())
+def test_durations(kernel, device, changes, exception, words):
+    for api in ("separate", "joint"):
+        arguments = arguments_of(make_batch(B=2, device=device), api)
+        durations = changes["durations"](arguments["durations"])
+        assert_raises(kernel, arguments | {"durations": durations}, exception, words)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("changes, exception, words", NUMBERS.values(), ids=NUMBERS.keys())
+def test_options(kernel, device, api, changes, exception, words):
+    assert_raises(kernel, arguments_of(make_batch(B=2, device=device), api) | changes, exception, words)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("omega, exception, words", OMEGAS.values(), ids=OMEGAS.keys())
+def test_omega(kernel, device, omega, exception, words):
+    for api in ("separate", "joint"):
+        assert_raises(kernel, arguments_of(make_batch(B=2, device=device), api) | {"omega": omega}, exception, words)
+
+
+def test_options_at_the_ends_of_their_ranges(kernel, device, api):
+    arguments = arguments_of(make_batch(B=2, device=device), api)
+    accepted = [
+        {"fastemit_lambda": 0},
+        {"clamp": -1},
+        {"clamp": 1e300},
+        {"delay_penalty": 10000},
+        {"delay_penalty": -1e4},
+    ]
+    for options in accepted + ([] if api == "rnnt" else [{"omega": 0}, {"omega": 1}]):
+        assert call(kernel, arguments | options).isfinite()
+
+
+def test_rnnt_logits(kernel, device):
+    arguments = arguments_of(make_batch(B=2, device=device), "rnnt")
+    logits = arguments["logits"]
+    for bad, exception, words in [
+        (logits[0], ValueError, ("logits", "(5, 4, 7)")),
+        (logits.int(), TypeError, ("logits", "int32")),
+        (logits[..., :0], ValueError, ("logits", "0 columns")),
+        (logits[:, :, :0], ValueError, ("logits", "(2, 5, 0, 7)")),
+        (logits.tolist(), TypeError, ("logits", "list")),
+    ]:
+        assert_raises(kernel, arguments | {"logits": bad}, exception, words)
 
 
 @pytest.mark.parametrize("name, value, words", ON_THE_HOST.values(), ids=ON_THE_HOST.keys())
@@ -187,6 +273,9 @@ def test_inplace_grad_needs_logits_it_can_overwrite(kernel, device):
     assert_raises(
         kernel, arguments | {"logits": transposed}, ValueError, ("inplace_grad", "last dimension", "(200, 40, 1, 4)")
     )
+    expanded = batch.token_logits[:1].clone().requires_grad_().expand(2, -1, -1, -1)
+    arguments = arguments_of(batch, "rnnt") | {"inplace_grad": True, "logits": expanded}
+    assert_raises(kernel, arguments, ValueError, ("inplace_grad", "share memory", "(0, 28, 7, 1)"))
 
 
 @pytest.mark.cuda

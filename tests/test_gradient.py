@@ -6,24 +6,22 @@ from conftest import DTYPES, Outcome, assert_grads_match, make_batch, same_bits
 
 
 def saved_tensors(batch):
-    """(node_lp, ll, alpha_beta) as the forward pass would save them."""
+    """(node_lp, ll, alpha_beta) as the forward pass would save them; what alpha_beta holds in the padding is nobody's business."""
     scalar = torch.float64 if batch.token_logits.dtype == torch.float64 else torch.float32
-    expected = batch.expected
-    return batch.expected_node_lp.to(scalar), expected.ll, torch.stack([expected.alpha, expected.beta])
+    padding = ~batch.valid.expand_as(batch.expected.alpha_beta)
+    alpha_beta = batch.expected.alpha_beta.masked_fill(padding, torch.nan)
+    return batch.expected_node_lp.to(scalar), batch.expected.ll, alpha_beta
 
 
-def run(kernel, batch, grad_losses=None, api="separate", saved=None):
-    node_lp, ll, alpha_beta = saved or saved_tensors(batch)
-    if grad_losses is None:
-        grad_losses = torch.ones(len(ll), dtype=node_lp.dtype, device=node_lp.device)
-    V, D = batch.token_logits.shape[-1], len(batch.durations)
-    logits = (batch.token_logits, batch.duration_logits) if api == "separate" else (batch.joint, None)
-    grad, grad_durations = kernel.loss.ops.gradient(
-        grad_losses, *logits, *batch.lengths, node_lp, ll, alpha_beta, batch.blank % V, list(batch.durations)
-    )
-    if api == "joint":
-        grad, grad_durations = grad.split([V, D], dim=-1)
-    return Outcome(-ll, grad, grad_durations)
+def run(kernel, batch, grad_loss=None, api="separate", saved=None, weights=None):
+    saved = saved or saved_tensors(batch)
+    V, number = batch.token_logits.shape[-1], {"dtype": saved[0].dtype, "device": saved[0].device}
+    grad_loss = torch.ones(len(batch.targets), **number) if grad_loss is None else grad_loss
+    weights = torch.empty(0, **number) if weights is None else weights
+    grad, grad_durations = kernel.loss.ops.gradient(*batch.gradient_op_args(api, grad_loss, weights, *saved))
+    if grad.shape[-1] > V or not batch.durations:
+        grad, grad_durations = grad[..., :V], grad[..., V:]
+    return Outcome(-saved[1], grad, grad_durations)
 
 
 @pytest.mark.kernels_ci
@@ -36,10 +34,46 @@ def test_equations_8_and_9(kernel, device, api, dtype):
     assert_grads_match(run(kernel, batch, api=api), batch)
 
 
-@pytest.mark.parametrize("V", [1, 2, 31, 1025, 8193])
-def test_every_vocabulary_size(kernel, device, api, V):
-    batch = make_batch(B=2, T=4, U=2, V=V, durations=(2, 0, 1), blank=V - 1, dtype=torch.bfloat16, device=device)
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equation_8_of_rnnt(kernel, device, dtype):
+    lengths = {"logit_lengths": [9, 6, 4], "target_lengths": [4, 2, 0]}
+    batch = make_batch(B=3, T=9, U=4, V=37, durations=(), sigma=0.05, dtype=dtype, device=device, **lengths)
+    assert_grads_match(run(kernel, batch), batch)
+
+
+OPTIONS = {
+    "omega": {"omega": 0.3},
+    "omega 1": {"omega": 1.0},
+    "fastemit": {"fastemit_lambda": 0.5},
+    "clamp": {"clamp": 0.05},
+    "delay penalty": {"delay_penalty": 0.2},
+    "all": {"omega": 0.3, "fastemit_lambda": 0.5, "clamp": 0.1, "delay_penalty": 0.2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_options(kernel, device, api, options, dtype):
+    lengths = {"logit_lengths": [9, 6, 4], "target_lengths": [4, 2, 0]}
+    batch = make_batch(B=3, T=9, U=4, V=37, durations=(0, 1, 2), sigma=0.05, dtype=dtype, device=device, **lengths)
+    batch = batch.replace(options=options)
     assert_grads_match(run(kernel, batch, api=api), batch)
+
+
+@pytest.mark.parametrize("V", [1, 2, 31, 1025, 8193])
+@pytest.mark.parametrize("durations", [(2, 0, 1), ()])
+def test_every_vocabulary_size(kernel, device, api, durations, V):
+    batch = make_batch(B=2, T=4, U=2, V=V, durations=durations, blank=V - 1, dtype=torch.bfloat16, device=device)
+    assert_grads_match(run(kernel, batch, api=api), batch)
+
+
+def test_upstream_gradient_and_weights_are_multiplied(kernel, device, api):
+    batch = make_batch(B=3, T=5, U=2, V=9, clamp=0.1, device=device)
+    weights, upstream = torch.tensor([0.5, -2.0, 3.0], device=device), torch.tensor([1.0, 0.25, 4.0], device=device)
+    assert_grads_match(run(kernel, batch, upstream, api, weights=weights), batch, upstream * weights)
+    for scalar in (torch.tensor(-3.0, device=device), upstream[2]):
+        assert_grads_match(run(kernel, batch, scalar, api, weights=weights), batch, scalar * weights)
 
 
 @pytest.mark.parametrize("durations", [(1,), (2, 4), (0, 1, 1), (0, 1, 9, 17, 2**40), tuple(range(64))])
@@ -59,7 +93,7 @@ def test_upstream_multiplies_before_rounding(kernel, device):
     batch = make_batch(B=2, T=4, U=2, V=513, scale=4.0, dtype=torch.float16, device=device)
     weights = torch.tensor([4096.0, -0.25], device=device)
     lost = batch.expected.grad_tokens[0].half() == 0
-    outcome = run(kernel, batch, grad_losses=weights)
+    outcome = run(kernel, batch, weights)
     assert (outcome.grad_tokens[0][lost] != 0).sum() > 100
     assert_grads_match(outcome, batch, weights)
 
@@ -77,19 +111,21 @@ def test_masked_entries_get_exactly_zero(kernel, device, api):
 @pytest.mark.parametrize("ll", [-torch.inf, torch.inf])
 def test_no_alignment_and_malformed_samples_get_exactly_zero(kernel, device, api, ll):
     batch = make_batch(B=2, T=5, U=2, device=device)
-    node_lp, good_ll, alpha_beta = saved_tensors(batch)
-    bad_ll = good_ll.clone()
-    bad_ll[0] = ll
-    good = run(kernel, batch, api=api)
-    outcome = run(kernel, batch, api=api, saved=(node_lp, bad_ll, alpha_beta))
-    assert (outcome.grad_tokens[0] == 0).all() and (outcome.grad_durations[0] == 0).all()
-    assert same_bits(outcome.grad_tokens[1], good.grad_tokens[1])
+    for options in ({}, {"omega": 0.5}):
+        batch = batch.replace(options=options)
+        node_lp, good_ll, alpha_beta = saved_tensors(batch)
+        bad_ll = good_ll.clone()
+        bad_ll[-1, 0] = ll
+        good = run(kernel, batch, api=api)
+        outcome = run(kernel, batch, api=api, saved=(node_lp, bad_ll, alpha_beta))
+        assert (outcome.grad_tokens[0] == 0).all() and (outcome.grad_durations[0] == 0).all()
+        assert same_bits(outcome.grad_tokens[1], good.grad_tokens[1])
 
 
 def test_nan_likelihood_makes_valid_nodes_nan(kernel, device, api):
     batch = make_batch(B=2, T=5, U=2, logit_lengths=[5, 3], device=device)
     node_lp, ll, alpha_beta = saved_tensors(batch)
-    ll[1] = torch.nan
+    ll[:, 1] = torch.nan
     outcome = run(kernel, batch, api=api, saved=(node_lp, ll, alpha_beta))
     for grad in (outcome.grad_tokens, outcome.grad_durations):
         assert grad[1, :3].isnan().all() and (grad[1, 3:] == 0).all() and not grad[0].isnan().any()
@@ -116,12 +152,11 @@ def test_gradient_has_the_strides_of_the_logits(kernel, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_in_place_has_the_same_bits(kernel, device, dtype):
     batch = make_batch(B=2, T=6, U=3, V=37, logit_lengths=[6, 4], sigma=0.05, dtype=dtype, device=device)
-    node_lp, ll, alpha_beta = saved_tensors(batch)
-    weights = torch.tensor([2.0, -1.5], dtype=node_lp.dtype, device=device)
-    expected = run(kernel, batch, grad_losses=weights, api="joint")
+    saved = saved_tensors(batch)
+    weights = torch.tensor([2.0, -1.5], dtype=saved[0].dtype, device=device)
+    expected = run(kernel, batch, weights, api="joint")
+    grad_loss, no_weights, _, _, *rest = batch.gradient_op_args("joint", weights, weights[:0], *saved)
     logits = batch.joint.clone()
-    returned = kernel.loss.ops.gradient_(
-        weights, logits, *batch.lengths, node_lp, ll, alpha_beta, batch.blank, list(batch.durations)
-    )
+    returned = kernel.loss.ops.gradient_(grad_loss, no_weights, logits, *rest)
     assert returned is None
     assert same_bits(logits, torch.cat([expected.grad_tokens, expected.grad_durations], dim=-1))

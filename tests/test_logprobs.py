@@ -1,4 +1,4 @@
-"""The op `log_probs` (eqs. 1-3): dtypes, strides, alignments, joint and separate logits, what is masked and what is not read."""
+"""The op `log_probs` (eqs. 1-3): RNN-T, delay penalty, dtypes, strides, alignments, joint and separate logits, what is masked and what is not read."""
 
 import pytest
 import torch
@@ -7,12 +7,9 @@ from conftest import DTYPES, TOLERANCE, make_batch, same_bits
 
 def run(kernel, batch, api="separate"):
     """node_lp (B, max_T, max_U1, R): lse, blank_lp, label_lp, then dur_lp."""
-    logits = batch.token_logits if api == "separate" else batch.joint
-    duration_logits = batch.duration_logits if api == "separate" else None
-    D = len(batch.durations)
-    return kernel.loss.ops.log_probs(
-        logits, duration_logits, *batch.lengths, batch.blank % batch.token_logits.shape[-1], D, batch.sigma
-    )
+    blank, durations = batch.op_arcs
+    options = (batch.sigma, batch.option("delay_penalty"))
+    return kernel.loss.ops.log_probs(*batch.op_logits(api), *batch.lengths, blank, len(durations), *options)
 
 
 def assert_log_probs_match(node_lp, batch):
@@ -42,6 +39,31 @@ def test_every_vocabulary_size(kernel, device, api, V):
 def test_every_number_of_durations(kernel, device, api, D):
     batch = make_batch(B=2, T=3, U=2, V=9, durations=range(1, D + 1), device=device)
     assert_log_probs_match(run(kernel, batch, api), batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("V", [1, 37, 1025])
+def test_rnnt_has_no_duration_log_probs(kernel, device, dtype, V):
+    lengths = {"logit_lengths": [6, 2, 0], "target_lengths": [1, 4, 3]}
+    batch = make_batch(B=3, T=6, U=4, V=V, durations=(), sigma=0.05, dtype=dtype, device=device, **lengths)
+    node_lp = run(kernel, batch)
+    assert node_lp.shape[-1] == 4
+    assert_log_probs_match(node_lp, batch)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("durations", [(0, 1, 2), ()])
+def test_delay_penalty(kernel, device, api, durations, dtype):
+    lengths = {"logit_lengths": [6, 3, 1], "target_lengths": [4, 2, 1]}
+    batch = make_batch(B=3, T=6, U=4, durations=durations, sigma=0.05, dtype=dtype, device=device, **lengths)
+    penalized = batch.replace(options={"delay_penalty": -0.3})
+    node_lp = run(kernel, penalized, api)
+    assert_log_probs_match(node_lp, penalized)
+    plain = run(kernel, batch, api)
+    untouched = [k for k in range(node_lp.shape[-1]) if k != 2]
+    assert same_bits(node_lp[..., untouched], plain[..., untouched])  # neither lse, nor blanks, nor durations
+    assert same_bits(node_lp[2], plain[2])  # one frame: the middle is all there is
 
 
 def test_padding_is_zero_and_not_read(kernel, device, api):

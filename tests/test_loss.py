@@ -13,6 +13,7 @@ from conftest import (
     loss_and_grads,
     make_batch,
     peak_extra_bytes,
+    reduced,
 )
 from known_values import PUBLISHED_GRADIENT, PUBLISHED_LOSS
 
@@ -68,17 +69,6 @@ def test_a_vocabulary_of_the_blank_alone(kernel, device, api):
     outcome = loss_and_grads(kernel, batch, api)
     assert_matches(outcome, batch)
     assert (outcome.grad_tokens.abs() < 1e-6).all()
-
-
-def reduced(reduction, losses, target_lengths):
-    """The reductions as they are documented."""
-    return {
-        "none": losses,
-        "sum": losses.sum(),
-        "mean": (losses / target_lengths.clamp(min=1)).mean(),
-        "mean_batch": losses.mean(),
-        "mean_volume": losses.sum() / target_lengths.sum().clamp(min=1),
-    }[reduction]
 
 
 @pytest.mark.kernels_ci

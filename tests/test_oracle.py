@@ -6,13 +6,15 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from conftest import make_batch
+from conftest import make_batch, transformers_rnnt_loss
 from known_values import (
     DURATIONS_0_1,
     PUBLISHED_GRADIENT,
     PUBLISHED_LOSS,
+    RNNT_GRADIENT,
     loss_of_durations_0_1,
     loss_of_durations_1,
+    loss_of_rnnt,
     loss_without_labels,
 )
 
@@ -30,6 +32,11 @@ TINY = [
     (5, 2, (0, 3, 9)),
     (3, 3, (1,)),  # infeasible
     (3, 1, (0, 4)),  # infeasible
+    (1, 0, ()),  # RNN-T from here on
+    (1, 3, ()),
+    (4, 0, ()),
+    (4, 3, ()),
+    (3, 5, ()),
 ]
 
 
@@ -37,11 +44,18 @@ TINY = [
 def test_lattice_equals_the_sum_over_all_alignments(T, U, durations):
     batch = make_batch(T=T, U=U, V=4, durations=durations, sigma=0.1, dtype=torch.float64)
     lp = oracle.log_probs(batch.token_logits[0], batch.duration_logits[0], batch.targets[0], batch.blank, batch.sigma)
-    nodes, blank_occ, label_occ = oracle.tdt_lattice(lp, durations)
-    ll, brute_blank_occ, brute_label_occ = oracle.brute_force(lp, durations)
-    assert nodes.ll == ll == -inf or nodes.ll == pytest.approx(ll, abs=1e-12)
-    np.testing.assert_allclose(blank_occ, brute_blank_occ, atol=1e-12)
-    np.testing.assert_allclose(label_occ, brute_label_occ, atol=1e-12)
+    ll, blank_occ, label_occ = oracle.brute_force(lp, durations)
+    (term,) = oracle.terms(lp, durations)
+    assert term.weight == 1 and term.is_rnnt == (durations == ())
+    assert term.nodes.ll == ll == -inf or term.nodes.ll == pytest.approx(ll, abs=1e-12)
+    np.testing.assert_allclose(term.blank_occ, blank_occ, atol=1e-12)
+    np.testing.assert_allclose(term.label_occ, label_occ, atol=1e-12)
+    if durations:  # the same tokens without their durations, as omega mixes them in
+        _, mixed_in = oracle.terms(lp, durations, omega=0.25)
+        ll, blank_occ, label_occ = oracle.brute_force(lp, ())
+        assert mixed_in.weight == 0.25 and mixed_in.nodes.ll == pytest.approx(ll, abs=1e-12)
+        np.testing.assert_allclose(mixed_in.blank_occ, blank_occ, atol=1e-12)
+        np.testing.assert_allclose(mixed_in.label_occ, label_occ, atol=1e-12)
 
 
 def test_number_of_alignments():
@@ -49,38 +63,136 @@ def test_number_of_alignments():
     for T, U in [(4, 2), (3, 1), (1, 3), (4, 0)]:
         count = sum(comb(T + k - 1, U) * comb(U, k) for k in range(U + 1) if T + k - 1 >= U)
         assert len(list(oracle.enumerate_alignments(T, U, (0, 1)))) == count
+        # RNN-T: U labels anywhere before the last of T blanks.
+        assert len(list(oracle.enumerate_alignments(T, U, ()))) == comb(T - 1 + U, U)
 
 
-@pytest.mark.parametrize("T, U, durations", [(4, 2, (0, 1, 2)), (5, 2, (1, 2)), (3, 2, (0, 1, 1))])
+@pytest.mark.parametrize("T, U, durations", [(4, 2, (0, 1, 2)), (5, 2, (1, 2)), (3, 2, (0, 1, 1)), (4, 2, ())])
 def test_alpha_and_beta_meet_at_every_frame(T, U, durations):
     batch = make_batch(T=T, U=U, durations=durations, dtype=torch.float64)
-    ll = batch.expected.ll[0]
-    assert batch.expected.beta[0, 0, 0] == ll
-    occupancy = (batch.expected.alpha + batch.expected.beta - ll).exp()  # P(an alignment visits (t, u))
+    ll, (alpha, beta) = batch.expected.ll[0], batch.expected.alpha_beta[0]
+    assert beta[0, 0, 0] == ll
+    occupancy = (alpha + beta - ll).exp()  # P(an alignment visits (t, u))
     assert (occupancy <= 1 + 1e-12).all()
     assert occupancy[0, 0, 0].item() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("durations, target", [((0, 1, 2), None), ((1, 2), None), ((0, 1, 1), None), ((0, 1), 0)])
-def test_gradients_equal_finite_differences(durations, target):
-    batch = make_batch(T=4, U=2, V=3, durations=durations, sigma=0.05, dtype=torch.float64)
+def numeric_gradient(batch, logits, step=1e-6):
+    """The derivative of the summed losses with respect to `logits`, one of the batch's tensors, by central differences."""
+    flat, numeric = logits.view(-1), torch.zeros(logits.numel(), dtype=torch.float64)
+    for j in range(flat.numel()):
+        original = flat[j].item()
+        flat[j] = original + step
+        up = oracle.tdt_loss(*batch.args, **batch.options).losses.sum()
+        flat[j] = original - step
+        down = oracle.tdt_loss(*batch.args, **batch.options).losses.sum()
+        flat[j] = original
+        numeric[j] = (up - down) / (2 * step)
+    return numeric.view_as(logits)
+
+
+DIFFERENTIATED = {
+    "durations": ({"durations": (0, 1, 2)}, None),
+    "no zero": ({"durations": (1, 2)}, None),
+    "duplicates": ({"durations": (0, 1, 1)}, None),
+    "a label that is the blank": ({"durations": (0, 1)}, 0),
+    "RNN-T": ({"durations": ()}, None),
+    "RNN-T, a label that is the blank": ({"durations": ()}, 0),
+    "RNN-T, delay penalty": ({"durations": (), "delay_penalty": 0.3}, None),
+    "delay penalty": ({"delay_penalty": -0.4}, None),
+    "omega": ({"omega": 0.3}, None),
+    "omega 1": ({"omega": 1.0}, None),
+    "both": ({"durations": (2, 0, 1), "omega": 0.6, "delay_penalty": 0.2}, None),
+}
+
+
+@pytest.mark.parametrize("arguments, target", DIFFERENTIATED.values(), ids=DIFFERENTIATED.keys())
+def test_gradients_equal_finite_differences(arguments, target):
+    batch = make_batch(T=4, U=2, V=3, sigma=0.05, dtype=torch.float64, **arguments)
     if target is not None:
-        batch = batch.replace(targets=torch.full_like(batch.targets, target))  # a label that is the blank
-    step = 1e-6
+        batch = batch.replace(targets=torch.full_like(batch.targets, target))
     for logits, grad in [
         (batch.token_logits, batch.expected.grad_tokens),
         (batch.duration_logits, batch.expected.grad_durations),
     ]:
-        flat, numeric = logits.view(-1), torch.zeros(logits.numel(), dtype=torch.float64)
-        for j in range(flat.numel()):
-            original = flat[j].item()
-            flat[j] = original + step
-            up = oracle.tdt_loss(*batch.args).losses.sum()
-            flat[j] = original - step
-            down = oracle.tdt_loss(*batch.args).losses.sum()
-            flat[j] = original
-            numeric[j] = (up - down) / (2 * step)
-        torch.testing.assert_close(grad.reshape(-1), numeric, rtol=0, atol=1e-8)
+        torch.testing.assert_close(grad, numeric_gradient(batch, logits), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("durations", [(0, 1, 2), ()])
+def test_occupancy_is_the_derivative_of_the_likelihood(durations):
+    # LL grows with label_lp by the occupancy of the label arcs, and the delay penalty is the one that changes label_lp alone.
+    batch = make_batch(T=5, U=3, durations=durations, delay_penalty=0.1, dtype=torch.float64)
+    step = 1e-5
+    up, down = (batch.replace(options={"delay_penalty": 0.1 + way}).expected.losses for way in (step, -step))
+    occ = batch.expected.label_occ if durations == () else batch.expected.label_occ.sum(-1)
+    earliness = 2.0 - torch.arange(5, dtype=torch.float64)  # (T - 1) / 2 - t
+    torch.testing.assert_close(
+        (down - up) / (2 * step), (occ[0] * earliness[:, None]).sum()[None], rtol=1e-8, atol=1e-8
+    )
+
+
+def test_delay_penalty_counts_from_the_middle_of_each_sample():
+    lengths = {"logit_lengths": [5, 2], "target_lengths": [2, 1]}
+    batch = make_batch(B=2, T=5, U=2, dtype=torch.float64, **lengths)
+    label_lp, penalized = (x.expected_node_lp[..., 2] for x in (batch, batch.replace(options={"delay_penalty": 0.5})))
+    for b, (T, U, earliness) in enumerate([(5, 2, [2.0, 1.0, 0.0, -1.0, -2.0]), (2, 1, [0.5, -0.5])]):
+        added = (penalized - label_lp)[b, :T, :U]
+        torch.testing.assert_close(added, 0.5 * torch.tensor(earliness).double()[:, None].expand(T, U))
+
+
+def test_omega_weighs_two_losses():
+    batch = make_batch(B=2, T=5, U=3, sigma=0.1, target_lengths=[3, 1], dtype=torch.float64)
+    tdt, rnnt = batch.expected, batch.without_durations().expected
+    for omega in (0.0, 0.25, 1.0):
+        mixed = batch.replace(options={"omega": omega}).expected
+        torch.testing.assert_close(mixed.losses, (1 - omega) * tdt.losses + omega * rnnt.losses)
+        torch.testing.assert_close(mixed.grad_tokens, (1 - omega) * tdt.grad_tokens + omega * rnnt.grad_tokens)
+        torch.testing.assert_close(mixed.grad_durations, (1 - omega) * tdt.grad_durations)
+        assert torch.equal(mixed.label_occ, tdt.label_occ)
+
+
+def test_a_lattice_of_weight_0_does_not_count():
+    batch = make_batch(T=3, U=3, durations=(1,), dtype=torch.float64)  # only RNN-T has an alignment
+    for omega, feasible in [(0.0, False), (0.5, False), (1.0, True)]:
+        expected = batch.replace(options={"omega": omega}).expected
+        assert expected.losses.isfinite().item() == feasible
+        assert (expected.grad_tokens != 0).any().item() == feasible
+
+
+@pytest.mark.parametrize("durations, omega", [((0, 1, 2), 0.0), ((0, 1, 2), 0.3), ((), 0.0)])
+def test_fastemit_adds_the_gradient_of_the_label_arcs_again(durations, omega):
+    # What lambda adds is the derivative of -label_occ.log_softmax at fixed occupancies, here by autograd.
+    options = {"omega": omega} if durations else {}
+    batch = make_batch(T=4, U=2, V=5, durations=durations, dtype=torch.float64, **options)
+    x, z = batch.leaves()
+    token_lp, dur_lp = x.log_softmax(-1)[0], z.log_softmax(-1)[0]
+    rnnt_occ = batch.without_durations().expected.label_occ[0]
+    added = 0.0
+    for u in range(2):
+        label_lp = token_lp[:, u, batch.targets[0, u]]
+        if not durations:
+            added = added - (rnnt_occ[:, u] * label_lp).sum()
+            continue
+        occ = batch.expected.label_occ[0, :, u]
+        added = added - (1 - omega) * (occ * (label_lp[:, None] + dur_lp[:, u])).sum()
+        added = added - omega * (rnnt_occ[:, u] * label_lp).sum()
+    added.backward()
+    with_lambda = batch.replace(options={**options, "fastemit_lambda": 0.7}).expected
+    torch.testing.assert_close(with_lambda.losses, batch.expected.losses, rtol=0, atol=0)
+    torch.testing.assert_close(with_lambda.grad_tokens, batch.expected.grad_tokens + 0.7 * x.grad)
+    if durations:
+        torch.testing.assert_close(with_lambda.grad_durations, batch.expected.grad_durations + 0.7 * z.grad)
+
+
+def test_clamp_comes_after_omega_and_fastemit():
+    options = {"omega": 0.4, "fastemit_lambda": 0.5}
+    batch = make_batch(B=2, T=4, U=2, dtype=torch.float64, **options)
+    for clamp in (0.1, -0.1):
+        clamped = batch.replace(options={**options, "clamp": clamp}).expected
+        for name in ("grad_tokens", "grad_durations"):
+            plain = getattr(batch.expected, name)
+            expected = plain.clamp(-clamp, clamp) if clamp > 0 else plain
+            assert torch.equal(getattr(clamped, name), expected) and (plain.abs() > 0.1).any()
 
 
 def test_published_check_values():
@@ -110,6 +222,32 @@ def test_closed_form_of_durations_0_1(T, U, V, sigma, value):
 def test_closed_form_without_labels(T):
     batch = make_batch(T=T, U=0, V=5, durations=range(5), scale=0.0, dtype=torch.float64)
     assert batch.expected.losses.item() == pytest.approx(loss_without_labels(T, 5, 5), rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    "T, U, V, sigma", [(1, 0, 3, 0.0), (5, 0, 4, 0.1), (1, 6, 3, 0.0), (5, 3, 7, 0.05), (4, 9, 5, 0.0)]
+)
+def test_closed_form_of_rnnt(T, U, V, sigma):
+    batch = make_batch(T=T, U=U, V=V, durations=(), sigma=sigma, scale=0.0, dtype=torch.float64)
+    assert batch.expected.losses.item() == pytest.approx(loss_of_rnnt(T, U, V, sigma), rel=1e-13)
+
+
+def test_exact_gradient_of_rnnt():
+    # T, U = 2, 1 and equal logits: two alignments, label first or blank first, each of probability 1/2.
+    batch = make_batch(T=2, U=1, V=4, durations=(), scale=0.0, dtype=torch.float64)
+    batch = batch.replace(targets=torch.ones_like(batch.targets))
+    expected = torch.tensor(RNNT_GRADIENT, dtype=torch.float64)
+    torch.testing.assert_close(batch.expected.grad_tokens[0], expected, rtol=0, atol=1e-14)
+
+
+def test_agrees_with_torchaudio():
+    rnnt_loss = transformers_rnnt_loss()
+    batch = make_batch(B=3, T=7, U=4, V=6, durations=(), logit_lengths=[7, 5, 1], target_lengths=[4, 2, 3])
+    logits, _ = batch.leaves()
+    losses = rnnt_loss(logits, *batch.rnnt_args[1:], reduction="none")
+    losses.sum().backward()
+    torch.testing.assert_close(losses.double(), batch.expected.losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits.grad.double(), batch.expected.grad_tokens, rtol=0, atol=2e-6)
 
 
 def test_agrees_with_autograd_of_transformers():

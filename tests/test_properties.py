@@ -3,18 +3,22 @@
 import pytest
 import torch
 from conftest import TOLERANCE, assert_grads_match, assert_losses_match, loss_and_grads, make_batch, same_bits
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 
 @st.composite
-def batches(draw, dtypes=(torch.float32,), min_samples=1):
-    """Arguments of make_batch: small ragged batches with any durations, feasible or not."""
+def batches(draw, dtypes=(torch.float32,), min_samples=1, options=False):
+    """Arguments of make_batch: small ragged batches with any durations, feasible or not; with options, RNN-T too."""
     B = draw(st.integers(min_samples, 3))
     T, U, V = draw(st.integers(1, 12)), draw(st.integers(0, 8)), draw(st.integers(2, 20))
-    durations = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
-    assume(any(durations))
+    durations = draw(st.lists(st.integers(0, 6), min_size=0 if options else 1, max_size=6))
+    assume(any(durations) or not durations)
+    values = {"fastemit_lambda": [0.0, 0.01, 1.0], "clamp": [0.0, 0.01, 0.3], "delay_penalty": [0.0, 0.01, -1.0]}
+    if durations:
+        values["omega"] = [0.0, 0.3, 1.0]
     return {
+        **({name: draw(st.sampled_from(some)) for name, some in values.items()} if options else {}),
         "B": B,
         "T": T,
         "U": U,
@@ -32,6 +36,15 @@ def batches(draw, dtypes=(torch.float32,), min_samples=1):
 
 @given(arguments=batches(dtypes=tuple(TOLERANCE)), api=st.sampled_from(["separate", "joint"]))
 def test_loss_and_gradients_equal_the_oracle(kernel, device, arguments, api):
+    batch = make_batch(device=device, **arguments)
+    outcome = loss_and_grads(kernel, batch, api)
+    assert_losses_match(outcome.losses, batch)
+    assert_grads_match(outcome, batch)
+
+
+@given(arguments=batches(dtypes=tuple(TOLERANCE), options=True), api=st.sampled_from(["separate", "joint"]))
+@settings(max_examples=60)
+def test_options_and_rnnt_equal_the_oracle(kernel, device, arguments, api):
     batch = make_batch(device=device, **arguments)
     outcome = loss_and_grads(kernel, batch, api)
     assert_losses_match(outcome.losses, batch)

@@ -87,10 +87,21 @@ def test_training_stops_at_the_target_loss(kernel, model, speech, vocabulary):
     assert len(losses) == 1
 
 
+def test_a_saved_model_comes_back(model, speech, vocabulary, tmp_path):
+    path = tmp_path / "new" / "weights.pt"
+    train_parakeet.save_model(model, vocabulary, path)
+    loaded, characters = train_parakeet.load_model(path)
+    assert characters == vocabulary
+    batch = train_parakeet.make_batch(*speech, vocabulary)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**batch).logits, model.eval()(**batch).logits)
+
+
 def test_an_untrained_model_fails_and_says_so(tmp_path, capsys):
-    picture = tmp_path / "new" / "loss.png"
-    assert train_parakeet.main(["--steps", "1", "--output", str(picture)]) == 1
+    picture, weights = tmp_path / "new" / "loss.png", tmp_path / "weights.pt"
+    assert train_parakeet.main(["--steps", "1", "--output", str(picture), "--weights", str(weights)]) == 1
     output = capsys.readouterr()
     assert "word error rate" in output.out
     assert "FAILED" in output.err
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not weights.exists()

@@ -1,6 +1,7 @@
 // Registers the ops with the stable ABI. The namespace is the extension's own name, so two builds never collide.
 #include "torch_binding.h"
 
+#include "align_op.h"
 #include "joint_ops.h"
 #include "registration.h"
 
@@ -34,6 +35,8 @@ TDT_LIBRARY(TORCH_EXTENSION_NAME, m) {
   m.def("gradient_tile_(Tensor grad_loss, Tensor weights, Tensor(a!) tile, Tensor nodes, " LABELS ", " SAVED ", "
         "int blank, int vocab, int[] durations, " SHAPING ") -> ()");
   m.def("occupancy(" SAVED ", " LABELS ", int[] durations, int vocab) -> (Tensor, Tensor)");
+  m.def("align(Tensor node_lp, " LABELS ", int[] durations, int vocab) "
+        "-> (Tensor frames, Tensor durations, Tensor score)");
   m.def("joint_hidden_(Tensor(a!) hidden, " JOINT ") -> ()");
   m.def("joint_hidden_backward_(Tensor(a!)? d_encoder, Tensor(b!)? d_decoder, Tensor d_hidden, " JOINT ", "
         "Tensor row_of_node, int first) -> ()");
@@ -53,6 +56,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("gradient_", TORCH_BOX(&tdt::gradient_<Backend>));
   m.impl("gradient_tile_", TORCH_BOX(&tdt::gradient_tile_<Backend>));
   m.impl("occupancy", TORCH_BOX(&tdt::occupancy<Backend>));
+  m.impl("align", TORCH_BOX(&tdt::align<Backend>));
   m.impl("joint_hidden_", TORCH_BOX(&tdt::joint_hidden_<Backend>));
   m.impl("joint_hidden_backward_", TORCH_BOX(&tdt::joint_hidden_backward_<Backend>));
   m.impl("node_occupancy", TORCH_BOX(&tdt::node_occupancy<Backend>));

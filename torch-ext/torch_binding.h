@@ -154,17 +154,14 @@ void gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_duratio
   check_saved(batch, lattices, accumulate_type(logits.scalar_type()), a.node_lp, a.ll, a.alpha_beta);
   check_upstream(a.grad_loss, a.weights, a.node_lp, batch.B);
   if (list.n == 0) return;
-  const Shaping shaping{static_cast<int>(a.blank),
-                        {arcs, rnnt_arcs()},
-                        Mixture::of(lattices, a.omega),
-                        a.fastemit_lambda,
-                        a.clamp > 0 ? a.clamp : 0.0};
   dispatch_logits(logits.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
     using Acc = accumulate_t<S>;
     const Saved<Acc> saved{const_data<Acc>(a.node_lp), const_data<double>(a.ll), const_data<double>(a.alpha_beta)};
     const Upstream<Acc> upstream{const_data<Acc>(a.grad_loss), a.grad_loss.dim() == 0 ? 0 : a.grad_loss.stride(0),
                                  a.weights.size(0) == 0 ? nullptr : const_data<Acc>(a.weights)};
+    const auto shaping =
+        Shaping<Acc>::of(static_cast<int>(a.blank), arcs, Mixture::of(lattices, a.omega), a.fastemit_lambda, a.clamp);
     Backend::gradient(logits, batch, list, logit_rows<S>(logits, duration_logits, batch.V),
                       logit_rows<S>(grad_logits, grad_durations, batch.V), saved, upstream, shaping);
   });

@@ -1,6 +1,7 @@
 """TDT (Token-and-Duration Transducer, arXiv 2304.06795) and RNN-T (arXiv 1211.3711) losses for CPU and CUDA."""
 
 from . import layers
+from .align import RNNTAlignment, TDTAlignment, rnnt_align, tdt_align, tdt_align_joint
 from .forward import Occupancy
 from .fused import FusedStats, rnnt_loss_fused_joint, tdt_loss_fused_joint
 from .loss import tdt_loss, tdt_loss_joint
@@ -9,9 +10,14 @@ from .rnnt import rnnt_loss
 __all__ = [
     "FusedStats",
     "Occupancy",
+    "RNNTAlignment",
+    "TDTAlignment",
     "layers",
+    "rnnt_align",
     "rnnt_loss",
     "rnnt_loss_fused_joint",
+    "tdt_align",
+    "tdt_align_joint",
     "tdt_loss",
     "tdt_loss_fused_joint",
     "tdt_loss_joint",

@@ -64,7 +64,7 @@ class Options(NamedTuple):
             raise ValueError(f"omega must be in [0, 1], got {omega}")
         if not 0 <= fastemit_lambda < math.inf:
             raise ValueError(f"fastemit_lambda must be finite and not negative, got {fastemit_lambda}")
-        if not math.isfinite(clamp):
+        if not -math.inf < clamp < math.inf:
             raise ValueError(f"clamp must be finite (0 or negative: off), got {clamp}")
         return cls(
             check_number("sigma", sigma),

@@ -1,7 +1,7 @@
 """The TDT loss as functions."""
 
 from collections.abc import Sequence
-from typing import Optional, Union
+from typing import Union
 
 import torch
 from torch import Tensor

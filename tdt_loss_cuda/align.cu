@@ -1,0 +1,81 @@
+// The best alignment on the GPU: scores backward over the lattice, then a walk along the best arcs (equations:
+// tdt_loss_common/align.h).
+//
+// Work: one block for each sample. Every arc raises t + u, so the nodes of one anti-diagonal are independent: the block
+// takes them from the last to the first, threads striding over u, with a barrier after each. There is no limit on T or
+// U. One thread walks: each of its steps waits for the one before.
+//
+// best(t,u) is float64 and the best arc of a node one byte, both in global memory, (T, U + 1) from the first node of
+// the sample on. Other threads of the block write what a thread reads: plain loads and stores with barriers between
+// them, never the read-only cache.
+#include "launch.cuh"
+
+namespace tdt {
+namespace cuda {
+namespace {
+
+constexpr int kMaxBlock = 1024;
+
+template <typename Acc>
+__global__ void __launch_bounds__(kMaxBlock)
+    align_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Arcs arcs, const Acc* node_lp,
+                 double* best, uint8_t* best_arcs, const __grid_constant__ AlignOutput<Acc> out) {
+  const int b = blockIdx.x;
+  const Extent extent = batch.extent(b);
+  int64_t *frames = out.frames + b * out.U, *durations = out.durations + b * out.U;
+  best += batch.node(b, 0, 0);
+  best_arcs += batch.node(b, 0, 0);
+
+  bool bad_label = false;
+  for (int64_t u = threadIdx.x; u < out.U; u += blockDim.x) {
+    frames[u] = durations[u] = -1;
+    bad_label = bad_label || (u < extent.U && batch.label(b, static_cast<int>(u)) < 0);
+  }
+  const bool malformed = __syncthreads_or(bad_label || !extent.ok);
+  if (malformed || extent.T == 0) {
+    if (threadIdx.x == 0) out.score[b] = malformed ? static_cast<Acc>(NAN) : -static_cast<Acc>(INFINITY);
+    return;
+  }
+
+  bool nan = false;
+  for (int n = extent.T - 1 + extent.U; n >= 0; --n) {  // n = t + u
+    const int first = max(0, n - (extent.T - 1)), last = min(n, extent.U);
+    for (int k = threadIdx.x; k <= last - first; k += blockDim.x) {
+      const int u = first + k, t = n - u;
+      const Acc* record = node_lp + batch.node(b, t, u) * record_size(batch.D);
+      const BestStep step = best_step(arcs, extent, t, u, record, best);
+      best[lattice_index(extent, t, u)] = step.best;
+      best_arcs[lattice_index(extent, t, u)] = step.arc;
+      nan = nan || step.nan;
+    }
+    __syncthreads();
+  }
+  nan = __syncthreads_or(nan);
+  if (threadIdx.x != 0) return;
+  if (!nan && best[0] > -INFINITY) trace(arcs, extent, best_arcs, frames, durations);
+  out.score[b] = static_cast<Acc>(nan ? NAN : best[0]);
+}
+
+}  // namespace
+}  // namespace cuda
+
+template <>
+template <typename Acc>
+void Cuda::align(const Tensor& like, const Batch& batch, const Arcs& arcs, const Acc* node_lp,
+                 const AlignOutput<Acc>& out) {
+  const cuda::LaunchScope scope(like);
+  Tensor best = empty_on(like, {batch.nodes()}, ScalarType::Double);
+  Tensor best_arcs = empty_on(like, {batch.nodes()}, ScalarType::Byte);
+  // No anti-diagonal is longer than this; small blocks have quick barriers.
+  const int longest = std::max(1, std::min({batch.max_T, batch.max_U1, cuda::kMaxBlock}));
+  const int threads = (longest + cuda::kWarp - 1) / cuda::kWarp * cuda::kWarp;
+  cuda::align_kernel<Acc>
+      <<<batch.B, threads, 0, scope.stream()>>>(batch, arcs, node_lp, static_cast<double*>(best.mutable_data_ptr()),
+                                                static_cast<uint8_t*>(best_arcs.mutable_data_ptr()), out);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template void Cuda::align<float>(const Tensor&, const Batch&, const Arcs&, const float*, const AlignOutput<float>&);
+template void Cuda::align<double>(const Tensor&, const Batch&, const Arcs&, const double*, const AlignOutput<double>&);
+
+}  // namespace tdt
