@@ -108,8 +108,8 @@ struct Backend {
                                     const HiddenGradient<S, accumulate_t<S>>& gradient);
   // G (B, T, U1), the sum of a node's occupancies
   template <typename Acc>
-  static void node_occupancy(const Tensor& like, const Batch& batch, const Saved<Acc>& saved, const Shaping& shaping,
-                             Acc* G);
+  static void node_occupancy(const Tensor& like, const Batch& batch, const Saved<Acc>& saved,
+                             const Shaping<Acc>& shaping, Acc* G);
 };
 
 using Cpu = Backend<Device::kCpu>;

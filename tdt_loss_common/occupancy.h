@@ -79,21 +79,19 @@ struct SampleState {
 // G of a node: the sum of its occupancies over arcs and lattices, as the gradient takes them. 0 where the node has
 // none, NaN at the valid nodes of a sample with NaN.
 template <typename Acc>
-TDT_HD Acc node_occupancy(const Batch& batch, const Saved<Acc>& saved, const Shaping& shaping, int64_t node) {
+TDT_HD Acc node_occupancy(const Batch& batch, const Saved<Acc>& saved, const Shaping<Acc>& shaping, int64_t node) {
   const Node at = batch.node_at(node);
   const Extent extent = batch.extent(at.b);
-  const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.mixture);
+  const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.lattices, shaping.blank_share);
   if (!extent.has(at.t, at.u)) return Acc(0);
   if (!sample.lives) return sample.nan ? static_cast<Acc>(NAN) : Acc(0);
   Acc G = 0;
-  for (int l = 0; l < shaping.mixture.n; ++l) {
-    const Acc share = static_cast<Acc>(shaping.mixture.weight[l]);
-    if (share == 0) continue;
-    const Acc label_share = share * static_cast<Acc>(1.0 + shaping.fastemit_lambda);
+  for (int l = 0; l < shaping.lattices; ++l) {
+    if (shaping.blank_share[l] == 0) continue;
     const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[l], saved, l);
     for (int i = 0; i < shaping.arcs[l].n; ++i) {
       const ArcPair<Acc> occ = occupied.arc(i);
-      G += share * occ.blank + label_share * occ.label;
+      G += shaping.blank_share[l] * occ.blank + shaping.label_share[l] * occ.label;
     }
   }
   return G;

@@ -64,7 +64,8 @@ void Cpu::joint_hidden_backward(const Tensor&, const Joint<S>& joint, const Hidd
 
 template <>
 template <typename Acc>
-void Cpu::node_occupancy(const Tensor&, const Batch& batch, const Saved<Acc>& saved, const Shaping& shaping, Acc* G) {
+void Cpu::node_occupancy(const Tensor&, const Batch& batch, const Saved<Acc>& saved, const Shaping<Acc>& shaping,
+                         Acc* G) {
   torch::stable::parallel_for(0, batch.nodes(), 1024, [&](int64_t begin, int64_t end) {
     for (int64_t node = begin; node < end; ++node) G[node] = tdt::node_occupancy(batch, saved, shaping, node);
   });
@@ -79,7 +80,9 @@ TDT_INSTANTIATE(double)
 TDT_INSTANTIATE(Half)
 TDT_INSTANTIATE(BFloat16)
 
-template void Cpu::node_occupancy<float>(const Tensor&, const Batch&, const Saved<float>&, const Shaping&, float*);
-template void Cpu::node_occupancy<double>(const Tensor&, const Batch&, const Saved<double>&, const Shaping&, double*);
+template void Cpu::node_occupancy<float>(const Tensor&, const Batch&, const Saved<float>&, const Shaping<float>&,
+                                         float*);
+template void Cpu::node_occupancy<double>(const Tensor&, const Batch&, const Saved<double>&, const Shaping<double>&,
+                                          double*);
 
 }  // namespace tdt

@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kBlock, 2)
 template <typename Acc>
 __global__ void __launch_bounds__(kBlock)
     node_occupancy_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Saved<Acc> saved,
-                          const __grid_constant__ Shaping shaping, Acc* G) {
+                          const __grid_constant__ Shaping<Acc> shaping, Acc* G) {
   const int64_t node = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
   if (node < batch.nodes()) G[node] = node_occupancy(batch, saved, shaping, node);
 }
@@ -248,7 +248,7 @@ void Cuda::joint_hidden_backward(const Tensor& like, const Joint<S>& joint,
 
 template <>
 template <typename Acc>
-void Cuda::node_occupancy(const Tensor& like, const Batch& batch, const Saved<Acc>& saved, const Shaping& shaping,
+void Cuda::node_occupancy(const Tensor& like, const Batch& batch, const Saved<Acc>& saved, const Shaping<Acc>& shaping,
                           Acc* G) {
   const cuda::LaunchScope scope(like);
   cuda::node_occupancy_kernel<Acc>
@@ -265,7 +265,9 @@ TDT_INSTANTIATE(double)
 TDT_INSTANTIATE(Half)
 TDT_INSTANTIATE(BFloat16)
 
-template void Cuda::node_occupancy<float>(const Tensor&, const Batch&, const Saved<float>&, const Shaping&, float*);
-template void Cuda::node_occupancy<double>(const Tensor&, const Batch&, const Saved<double>&, const Shaping&, double*);
+template void Cuda::node_occupancy<float>(const Tensor&, const Batch&, const Saved<float>&, const Shaping<float>&,
+                                          float*);
+template void Cuda::node_occupancy<double>(const Tensor&, const Batch&, const Saved<double>&, const Shaping<double>&,
+                                           double*);
 
 }  // namespace tdt

@@ -109,10 +109,10 @@ Tensor node_occupancy(const Tensor& node_lp, const Tensor& ll, const Tensor& alp
   check_saved(batch, lattices, node_lp.scalar_type(), node_lp, ll, alpha_beta);
   Tensor G = empty_on(node_lp, {batch.B, batch.max_T, batch.max_U1}, node_lp.scalar_type());
   if (batch.nodes() == 0) return G;
-  const Shaping shaping{0, {arcs, rnnt_arcs()}, Mixture::of(lattices, omega), fastemit_lambda, 0.0};
   dispatch_accumulate(node_lp.scalar_type(), [&](auto zero) {
     using Acc = decltype(zero);
     const Saved<Acc> saved{const_data<Acc>(node_lp), const_data<double>(ll), const_data<double>(alpha_beta)};
+    const auto shaping = Shaping<Acc>::of(0, arcs, Mixture::of(lattices, omega), fastemit_lambda, 0.0);
     Backend::node_occupancy(node_lp, batch, saved, shaping, mutable_data<Acc>(G));
   });
   return G;

@@ -12,17 +12,17 @@ def _accumulate_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def _record_size(num_durations: int) -> int:
+def record_size(num_durations: int) -> int:
     return (3 + num_durations + 3) // 4 * 4
 
 
 def _fake_log_probs(
     logits, duration_logits, targets, logit_lengths, target_lengths, blank, num_durations, sigma, delay_penalty
 ):
-    return logits.new_empty((*logits.shape[:3], _record_size(num_durations)), dtype=_accumulate_dtype(logits))
+    return logits.new_empty((*logits.shape[:3], record_size(num_durations)), dtype=_accumulate_dtype(logits))
 
 
-def _fake_lattice(node_lp, targets, logit_lengths, target_lengths, durations, vocab, omega, need_grad):
+def fake_lattice(node_lp, targets, logit_lengths, target_lengths, durations, vocab, omega, need_grad):
     batch, max_t, max_u1 = node_lp.shape[:3]
     lattices = 2 if omega > 0 and durations else 1
     ll = node_lp.new_empty((lattices, batch), dtype=torch.float64)
@@ -30,7 +30,7 @@ def _fake_lattice(node_lp, targets, logit_lengths, target_lengths, durations, vo
     return ll, alpha_beta
 
 
-def _fake_reduce(ll, target_lengths, like, omega, zero_infinity, reduction):
+def fake_reduce(ll, target_lengths, like, omega, zero_infinity, reduction):
     batch, dtype = ll.shape[1], _accumulate_dtype(like)
     return ll.new_empty(() if reduction else (batch,), dtype=dtype), ll.new_empty(
         (batch if reduction else 0,), dtype=dtype
@@ -57,8 +57,8 @@ def _fake_loss(
 ):
     labels = (targets, logit_lengths, target_lengths)
     node_lp = _fake_log_probs(logits, duration_logits, *labels, blank, len(durations), sigma, delay_penalty)
-    ll, alpha_beta = _fake_lattice(node_lp, *labels, durations, None, omega, need_grad)
-    loss, weights = _fake_reduce(ll, target_lengths, logits, omega, zero_infinity, reduction)
+    ll, alpha_beta = fake_lattice(node_lp, *labels, durations, None, omega, need_grad)
+    loss, weights = fake_reduce(ll, target_lengths, logits, omega, zero_infinity, reduction)
     return loss, node_lp, ll, alpha_beta, weights
 
 
@@ -84,8 +84,8 @@ for _name, _fake in {
     "loss": _fake_loss,
     "log_probs": _fake_log_probs,
     "log_probs_tile_": _fake_in_place,
-    "lattice": _fake_lattice,
-    "reduce": _fake_reduce,
+    "lattice": fake_lattice,
+    "reduce": fake_reduce,
     "gradient": _fake_gradient,
     "gradient_": _fake_in_place,
     "gradient_tile_": _fake_in_place,

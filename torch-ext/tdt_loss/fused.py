@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .checks import FLOATS, Labels, Options, check_durations, check_number, check_reduction, check_vocab
-from .tiles import ACTIVATIONS, FusedStats, Problem, compute_loss
+from .fused_autograd import FusedStats, compute_loss
+from .tiles import ACTIVATIONS, Inputs, Problem
 
 __all__ = ["FusedStats", "rnnt_loss_fused_joint", "tdt_loss_fused_joint"]
 
@@ -70,7 +71,7 @@ def tdt_loss_fused_joint(
         occupancy_threshold: nodes whose occupancy (the posterior probability that the alignment passes through, times
             1 + fastemit_lambda for label arcs) is at most this have no gradient. 0 leaves out those whose occupancy is
             exactly 0 in float32, whose gradient is 0 anyway.
-        return_stats: return :class:`FusedStats` as well.
+        return_stats: return :class:`FusedStats` as well; under ``torch.compile`` it stays empty.
 
     Returns:
         As :func:`tdt_loss`; with ``return_stats`` the pair (loss, stats).
@@ -216,7 +217,8 @@ def _fused(
         _number_that("occupancy_threshold", occupancy_threshold, "at least 0", lambda g: g >= 0),
         _product_dtype(*operands),
     )
-    loss, stats = compute_loss(operands, checked, labels[1:], problem)
+    seed = torch.randint(2**63 - 1, (), device="cpu") if dropout > 0 else None
+    loss, stats = compute_loss(Inputs(*operands, *checked.tensors, *labels[1:], seed), problem)
     return (loss, stats) if return_stats else loss
 
 

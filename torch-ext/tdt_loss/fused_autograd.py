@@ -1,0 +1,158 @@
+"""The fused loss as torch sees it: one function with a derivative, in eager mode and, as ops of its own, under torch.compile."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ._ops import add_op_namespace_prefix, ops
+from .autograd import NO_DOUBLE_BACKWARD, fake_lattice, fake_reduce, record_size
+from .tiles import Inputs, Problem, fused_backward, fused_forward
+
+
+@dataclass
+class FusedStats:
+    """What a fused loss has done, filled in as it happens.
+
+    Attributes:
+        valid_rows: the nodes of the batch, padding not counted, whose logits forward computes.
+        live_rows: those of them whose logits backward computes again; None before backward.
+        dropped_mass: what ``occupancy_threshold`` has left out at most, a tensor () on the device of the loss; None before
+            backward. The absolute gradients of the losses with respect to the token logits of all left-out nodes add up to
+            no more than this, and so do those with respect to their duration logits (before clamp, reduction and
+            upstream gradient).
+    """
+
+    valid_rows: Optional[int] = None
+    live_rows: Optional[int] = None
+    dropped_mass: Optional[Tensor] = None
+
+
+def compute_loss(inputs: Inputs, problem: Problem) -> tuple[Tensor, FusedStats]:
+    """The loss of checked arguments."""
+    need_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.operands)
+    if torch.compiler.is_compiling():
+        return ops.fused_loss(*inputs, *problem, need_grad)[0], FusedStats()
+    stats = FusedStats()
+    if need_grad:
+        return _FusedLoss.apply(problem, stats, *inputs), stats
+    (loss, *_), stats.valid_rows = fused_forward(inputs, problem, need_grad=False)
+    return loss, stats
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, problem, stats, *inputs):
+        (loss, *saved), stats.valid_rows = fused_forward(Inputs(*inputs), problem, need_grad=True)
+        ctx.problem, ctx.stats = problem, stats
+        ctx.save_for_backward(*inputs, *saved)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        tensors = ctx.saved_tensors  # once: torch.utils.checkpoint computes them for that
+        inputs, saved, weights = Inputs(*tensors[:_INPUTS]), tensors[_INPUTS:-1], tensors[-1]
+        wanted = ctx.needs_input_grad[2:6]
+        grads, ctx.stats.live_rows, ctx.stats.dropped_mass = fused_backward(
+            grad_loss, inputs, ctx.problem, saved, weights, wanted
+        )
+        if torch.is_grad_enabled():
+            grads = _NoSecondDerivative.apply(len(grads), *grads, grad_loss, *inputs.operands)
+        return (None, None, *grads, *[None] * (_INPUTS - 4))
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Gradients as they are, with a clear error for who asks for theirs."""
+
+    @staticmethod
+    def forward(ctx, count, *tensors):
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
+
+
+_INPUTS = len(Inputs._fields)
+_PROBLEM = len(Problem._fields)
+
+# The same as ops, which torch.compile and torch.export take as they are. They are slower to call than the functions.
+
+_TENSORS = (
+    "Tensor encoder, Tensor decoder, Tensor weight, Tensor? bias, Tensor targets, Tensor logit_lengths, "
+    "Tensor target_lengths, Tensor given_logit_lengths, Tensor given_target_lengths, Tensor? seed"
+)
+_SCALARS = (
+    "int blank, int vocab, int[] durations, float sigma, float delay_penalty, float omega, float fastemit_lambda, "
+    "float clamp, bool zero_infinity, int reduction, int activation, float dropout, int max_tile_bytes, "
+    "float occupancy_threshold, ScalarType dtype"
+)
+_SAVED = "Tensor node_lp, Tensor ll, Tensor alpha_beta"
+
+
+@torch.library.custom_op(
+    add_op_namespace_prefix("fused_loss"),
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_SCALARS}, bool need_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _fused_loss(*args):
+    outputs, _ = fused_forward(Inputs(*args[:_INPUTS]), Problem(*args[_INPUTS:-1]), args[-1])
+    return outputs
+
+
+@_fused_loss.register_fake
+def _(*args):
+    inputs, p, need_grad = Inputs(*args[:_INPUTS]), Problem(*args[_INPUTS:-1]), args[-1]
+    shape = (*inputs.encoder.shape[:2], inputs.decoder.shape[1], record_size(len(p.durations)))
+    like = inputs.encoder.new_empty((), dtype=p.dtype)
+    node_lp = like.new_empty(shape, dtype=torch.float64 if p.dtype == torch.float64 else torch.float32)
+    ll, alpha_beta = fake_lattice(node_lp, *inputs.labels, p.durations, p.vocab, p.omega, need_grad)
+    loss, weights = fake_reduce(ll, inputs.target_lengths, like, p.omega, p.zero_infinity, p.reduction)
+    return loss, node_lp, ll, alpha_beta, weights
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.problem = inputs[_INPUTS:-1]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*inputs[:_INPUTS], *output[1:])
+
+
+def _backward(ctx, grad_loss, *_):
+    nothing = [None] * (_INPUTS - 4 + _PROBLEM + 1)
+    if grad_loss is None:
+        return (None, None, None, None, *nothing)
+    wanted = list(ctx.needs_input_grad[:4])
+    grads = ops.fused_gradient(grad_loss, *ctx.saved_tensors, *ctx.problem, wanted)
+    return (*(grad if want else None for grad, want in zip(grads, wanted)), *nothing)
+
+
+_fused_loss.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op(
+    add_op_namespace_prefix("fused_gradient"),
+    mutates_args=(),
+    schema=f"(Tensor grad_loss, {_TENSORS}, {_SAVED}, Tensor weights, {_SCALARS}, bool[] wanted) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _fused_gradient(grad_loss, *args):
+    """The gradients of the operands; those that are not wanted are (0,)."""
+    inputs, problem, wanted = Inputs(*args[:_INPUTS]), Problem(*args[_INPUTS + 4 : -1]), args[-1]
+    saved, weights = args[_INPUTS : _INPUTS + 3], args[_INPUTS + 3]
+    grads, _, _ = fused_backward(grad_loss, inputs, problem, saved, weights, wanted)
+    return tuple(inputs.encoder.new_empty((0,)) if grad is None else grad for grad in grads)
+
+
+@_fused_gradient.register_fake
+def _(grad_loss, *args):
+    operands = Inputs(*args[:_INPUTS]).operands
+    return tuple(x.new_empty(x.shape) if want else operands[0].new_empty((0,)) for x, want in zip(operands, args[-1]))
+
+
+def _refuse(ctx, *grads):
+    raise RuntimeError(NO_DOUBLE_BACKWARD)
+
+
+_fused_gradient.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
