@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kBlock, 2)
 }
 
 template <typename Acc>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, 4)
     node_occupancy_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Saved<Acc> saved,
                           const __grid_constant__ Shaping<Acc> shaping, Acc* G) {
   const int64_t node = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
