@@ -197,13 +197,13 @@ __global__ void __launch_bounds__(kBlock, 4)
   if (node < batch.nodes()) G[node] = node_occupancy(batch, saved, shaping, node);
 }
 
-bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-
-// Calls f with the number of hidden units that a thread handles at a time.
+// Calls f with the number of hidden units that a thread handles at a time; `rows`: where rows are read or written
+// beside those of the joint network.
 template <typename S, typename F>
-void with_units(const Joint<S>& joint, const void* rows, F&& f) {
-  const bool aligned = joint.H % Vector<S>::kSize == 0 && is_aligned(joint.encoder) && is_aligned(joint.decoder);
-  if (aligned && is_aligned(rows)) {
+void with_units(const Joint<S>& joint, std::initializer_list<const void*> rows, F&& f) {
+  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  const bool inputs_aligned = joint.H % Vector<S>::kSize == 0 && aligned(joint.encoder) && aligned(joint.decoder);
+  if (inputs_aligned && std::all_of(rows.begin(), rows.end(), aligned)) {
     f(std::integral_constant<int, Vector<S>::kSize>{});
   } else {
     f(std::integral_constant<int, 1>{});
@@ -217,7 +217,7 @@ template <>
 template <typename S>
 void Cuda::joint_hidden(const Tensor& like, const Joint<S>& joint, int64_t rows, const int32_t* nodes, S* hidden) {
   const cuda::LaunchScope scope(like);
-  cuda::with_units(joint, hidden, [&](auto units) {
+  cuda::with_units(joint, {hidden}, [&](auto units) {
     const unsigned blocks = cuda::blocks_for(rows, cuda::kWarps);
     cuda::hidden_kernel<S, decltype(units)::value>
         <<<blocks, cuda::kBlock, 0, scope.stream()>>>(joint, rows, nodes, hidden);
@@ -230,7 +230,7 @@ template <typename S>
 void Cuda::joint_hidden_backward(const Tensor& like, const Joint<S>& joint,
                                  const HiddenGradient<S, accumulate_t<S>>& p) {
   const cuda::LaunchScope scope(like);
-  cuda::with_units(joint, p.d_hidden, [&](auto units) {
+  cuda::with_units(joint, {p.d_hidden, p.d_encoder, p.d_decoder}, [&](auto units) {
     constexpr int kSize = decltype(units)::value;
     const unsigned columns = cuda::blocks_for(joint.H, cuda::kWarp * kSize);
     if (p.d_encoder) {

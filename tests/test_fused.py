@@ -487,7 +487,7 @@ def test_no_less_exact_than_the_unfused_pipeline(kernel, device, dtype, activati
     theirs = unfused(kernel, problem)
     assert ours.loss.dtype == torch.float32
     for name, error in errors(ours, reference).items():
-        assert error <= 1.1 * errors(theirs, reference)[name] + 1e-4, name
+        assert error <= 1.2 * errors(theirs, reference)[name] + 1e-4, name
     our_error, their_error = ((x.loss.double().cpu() - reference.loss).abs().max() for x in (ours, theirs))
     assert our_error <= 1.5 * their_error + 1e-3 * reference.loss.max()
 

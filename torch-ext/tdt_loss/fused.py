@@ -49,7 +49,8 @@ def tdt_loss_fused_joint(
 
     Products are computed in the dtype of ``encoder`` and ``decoder``, or in that of an enclosing autocast; float32
     parameters of 16-bit activations are cast once. Every sum over rows or tiles (of ``weight``, ``bias``, ``encoder``,
-    ``decoder``) is float32. The same call gives the same bits; another ``max_tile_bytes`` may move the last ones.
+    ``decoder``) is float32. The same call gives the same bits; another ``max_tile_bytes``, or other samples beside a sample,
+    may move the last ones.
 
     The lengths are read on the host, to know how many rows there are: pass them on the CPU and this waits for nothing.
     Backward waits once, for the number of rows it has to compute.

@@ -17,8 +17,8 @@ from .autograd import record_size
 
 ACTIVATIONS = ("relu", "tanh")  # in the order of tdt_loss_common/joint.h
 
-_COLUMNS = 8  # rows of logits come in multiples of it: others are read at a third of the speed (cuBLAS, bfloat16, H200)
-_ROWS = 128  # a tile's rows come in multiples of it, where it has that many
+_COLUMNS = 8  # of a tile come in multiples of it: at 8198 cuBLAS reaches 222 TFLOP/s, at 8200 531 (bfloat16, one H200)
+_ROWS = 128  # of a tile come in multiples of it, where it has that many: a block of a matrix product
 
 
 class Problem(NamedTuple):
