@@ -66,17 +66,23 @@ struct Joint {
   TDT_HD int64_t encoder_row(const Node& at) const { return (static_cast<int64_t>(at.b) * batch.max_T + at.t) * H; }
   TDT_HD int64_t decoder_row(const Node& at) const { return (static_cast<int64_t>(at.b) * batch.max_U1 + at.u) * H; }
 
-  // act(x) and its derivative; NaN stays NaN.
-  template <typename Acc>
-  TDT_HD Acc activate(Acc x) const {
-    if (activation == Activation::kTanh) return tanh_of(x);
-    return x < Acc(0) ? Acc(0) : x;
+  // x = act(x); NaN stays NaN.
+  template <typename Acc, int n>
+  TDT_HD void activate(Acc (&x)[n]) const {
+    if (activation == Activation::kRelu) {
+      for (int j = 0; j < n; ++j) x[j] = x[j] < Acc(0) ? Acc(0) : x[j];
+    } else {
+      for (int j = 0; j < n; ++j) x[j] = tanh_of(x[j]);
+    }
   }
-  template <typename Acc>
-  TDT_HD Acc derivative(Acc x) const {
-    if (activation == Activation::kRelu) return x <= Acc(0) ? Acc(0) : Acc(1);
-    const Acc y = tanh_of(x);
-    return Acc(1) - y * y;
+  // d_x = d_x * act'(x)
+  template <typename Acc, int n>
+  TDT_HD void differentiate(const Acc (&x)[n], Acc (&d_x)[n]) const {
+    if (activation == Activation::kRelu) {
+      for (int j = 0; j < n; ++j) d_x[j] = x[j] <= Acc(0) ? Acc(0) : d_x[j];
+    } else {
+      for (int j = 0; j < n; ++j) d_x[j] *= Acc(1) - tanh_of(x[j]) * tanh_of(x[j]);
+    }
   }
 
  private:

@@ -35,8 +35,9 @@ void Cpu::joint_hidden(const Tensor&, const Joint<S>& joint, int64_t rows, const
       const S* g = joint.decoder + joint.decoder_row(at);
       S* out = hidden + row * joint.H;
       for_units<Acc>(joint.dropout, nodes[row], 0, joint.H, [&](int h, Acc factor) {
-        const Acc x = static_cast<Acc>(f[h]) + static_cast<Acc>(g[h]);
-        out[h] = static_cast<S>(joint.activate(x) * factor);
+        Acc x[] = {static_cast<Acc>(f[h]) + static_cast<Acc>(g[h])};
+        joint.activate(x);
+        out[h] = static_cast<S>(x[0] * factor);
       });
     }
   });
@@ -53,10 +54,12 @@ void Cpu::joint_hidden_backward(const Tensor&, const Joint<S>& joint, const Hidd
       const S* d_hidden = p.d_hidden + row * joint.H;
       const int last = static_cast<int>(std::min<int64_t>(4 * end, joint.H));
       for_units<Acc>(joint.dropout, p.nodes[row], static_cast<int>(4 * begin), last, [&](int h, Acc factor) {
-        const Acc x = static_cast<Acc>(joint.encoder[in_encoder + h]) + static_cast<Acc>(joint.decoder[in_decoder + h]);
-        const Acc d_x = static_cast<Acc>(d_hidden[h]) * joint.derivative(x) * factor;
-        if (p.d_encoder) p.d_encoder[in_encoder + h] += d_x;
-        if (p.d_decoder) p.d_decoder[in_decoder + h] += d_x;
+        const Acc x[] = {static_cast<Acc>(joint.encoder[in_encoder + h]) +
+                         static_cast<Acc>(joint.decoder[in_decoder + h])};
+        Acc d_x[] = {static_cast<Acc>(d_hidden[h])};
+        joint.differentiate(x, d_x);
+        if (p.d_encoder) p.d_encoder[in_encoder + h] += d_x[0] * factor;
+        if (p.d_decoder) p.d_decoder[in_decoder + h] += d_x[0] * factor;
       });
     }
   });

@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(kBlock)
     const auto f_units = Units<S, kSize>::load(f + column), g_units = Units<S, kSize>::load(g + column);
     Acc x[kSize];
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) x[j] = joint.activate(f_units.at(j) + g_units.at(j));
+    for (int j = 0; j < kSize; ++j) x[j] = f_units.at(j) + g_units.at(j);
+    joint.activate(x);
     drop(joint.dropout, node, column, x);
     Units<S, kSize>::store(hidden + row * joint.H + column, x);
   }
@@ -106,12 +107,16 @@ __device__ __forceinline__ void add_rows(const Joint<S>& joint, const S* d_hidde
 #pragma unroll
     for (int k = 0; k < kRowsInFlight; ++k) {
       if (from[k] < 0) continue;
-      Acc x[kSize];
+      Acc x[kSize], d_x[kSize];
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) x[j] = d[k].at(j) * joint.derivative(f[k].at(j) + g[k].at(j));
-      drop(joint.dropout, from[k], column, x);
+      for (int j = 0; j < kSize; ++j) {
+        x[j] = f[k].at(j) + g[k].at(j);
+        d_x[j] = d[k].at(j);
+      }
+      joint.differentiate(x, d_x);
+      drop(joint.dropout, from[k], column, d_x);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) sum[j] += x[j];
+      for (int j = 0; j < kSize; ++j) sum[j] += d_x[j];
     }
   }
 }
