@@ -271,6 +271,12 @@ def test_many_tiles_equal_one(kernel, device, rows, dropout):
     assert_same_bits(tiled, run(max_tile_bytes=rows * problem.tile_bytes))
 
 
+def test_nodes_are_listed_in_pieces(kernel, device, monkeypatch):
+    problem = make_problem(device=device, **RAGGED)
+    monkeypatch.setattr(kernel.tiles, "_LISTED", 10)
+    assert_matches(fused(kernel, problem, max_tile_bytes=7 * problem.tile_bytes), expected(problem), problem)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_call_same_bits(kernel, device, dtype):
     problem = make_problem(B=3, T=60, U=20, V=50, H=64, dtype=dtype, device=device)

@@ -53,7 +53,7 @@ def tdt_loss_fused_joint(
     may move the last ones.
 
     The lengths are read on the host, to know how many rows there are: pass them on the CPU and this waits for nothing.
-    Backward waits once, for the number of rows it has to compute.
+    Backward waits once, for the number of rows it has to compute: a CUDA graph cannot hold it.
 
     Args:
         encoder: (B, T, H) output of the encoder, projected to the joint network's width; float32, bfloat16, float16 or

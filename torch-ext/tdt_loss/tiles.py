@@ -18,6 +18,7 @@ from .autograd import record_size
 ACTIVATIONS = ("relu", "tanh")  # in the order of tdt_loss_common/joint.h
 
 _COLUMNS = 8  # of a tile come in multiples of it: at 8198 cuBLAS reaches 222 TFLOP/s, at 8200 531 (bfloat16, one H200)
+_LISTED = 1 << 20  # nodes at a time, 50 MB while their list is made
 _ROWS = 128  # of a tile come in multiples of it, where it has that many: a block of a matrix product
 
 
@@ -81,8 +82,12 @@ class _ValidRows:
         self.table = torch.stack([ends, ends - torch.tensor(rows, dtype=torch.int64), widths])
         self.table = self.table.to(device, non_blocking=True)
 
-    def nodes(self, first: int, last: int) -> Tensor:
-        """The node indices, int32, of rows first to last."""
+    def lists(self) -> Iterator[Tensor]:
+        """The node indices, int32, in pieces of bounded length: a dozen small kernels each, too many for every tile."""
+        for first in range(0, self.total, _LISTED):
+            yield self._nodes(first, min(first + _LISTED, self.total))
+
+    def _nodes(self, first: int, last: int) -> Tensor:
         ends, begins, widths = self.table
         row = torch.arange(first, last, device=ends.device)
         b = torch.searchsorted(ends, row, right=True)
@@ -147,12 +152,11 @@ def fused_forward(inputs: Inputs, p: Problem, need_grad: bool) -> tuple[tuple[Te
         joint = _Joint(inputs, p, rows.total)
         shape = (len(joint.encoder), rows.max_T, rows.max_U1, record_size(len(p.durations)))
         node_lp = joint.encoder.new_empty(shape, dtype=_sum_dtype(p.dtype))
-        for first, last in joint.tiles(rows.total):
-            nodes = rows.nodes(first, last)
-            _, logits = joint.tile(nodes)
-            ops.log_probs_tile_(
-                logits, nodes, node_lp, *inputs.labels, p.blank, p.vocab, len(p.durations), p.sigma, p.delay_penalty
-            )
+        emission = (p.blank, p.vocab, len(p.durations), p.sigma, p.delay_penalty)
+        for nodes in rows.lists():
+            for first, last in joint.tiles(len(nodes)):
+                _, logits = joint.tile(nodes[first:last])
+                ops.log_probs_tile_(logits, nodes[first:last], node_lp, *inputs.labels, *emission)
         ll, alpha_beta = ops.lattice(node_lp, *inputs.labels, p.durations, p.vocab, p.omega, need_grad)
         loss, weights = ops.reduce(ll, inputs.target_lengths, node_lp, p.omega, p.zero_infinity, p.reduction)
         return (loss, node_lp, ll, alpha_beta, weights), rows.total
