@@ -254,7 +254,7 @@ def test_padding_is_never_read(kernel, device, api, durations, garbage):
     for logits in (batch.token_logits, batch.duration_logits):
         logits[~batch.valid] = garbage
     assert_same_bits(occupancy_of(kernel, batch.replace(), api), clean)
-    _, node_lp, ll, alpha_beta, _ = kernel.loss.ops.loss(*batch.loss_op_args())
+    _, node_lp, ll, alpha_beta, _ = kernel.loss.ops.loss(*batch.loss_op_args(api))
     alpha_beta[~batch.valid.expand_as(alpha_beta)] = garbage
     args = (node_lp, ll, alpha_beta, *batch.lengths, list(durations), 7)
     assert_same_bits(kernel.loss.ops.occupancy(*args), clean)
