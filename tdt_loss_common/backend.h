@@ -45,13 +45,17 @@ struct Shaping {
   int blank;  // the token
   int lattices;
   Arcs arcs[kMaxLattices];
+  bool counts[kMaxLattices];      // whether its weight is not 0
   Acc blank_share[kMaxLattices];  // weight of the lattice in the mixture
   Acc label_share[kMaxLattices];  // that times 1 + fastemit_lambda
   Acc clamp;                      // of each sample's own gradient, before the upstream gradient multiplies; 0: none
 
   static Shaping of(int blank, const Arcs& arcs, const Mixture& mixture, double fastemit_lambda, double clamp) {
-    Shaping s{blank, mixture.n, {arcs, rnnt_arcs()}, {}, {}, static_cast<Acc>(clamp > 0 ? clamp : 0.0)};
+    Shaping s{blank, mixture.n, {arcs, rnnt_arcs()}, {}, {}, {}, static_cast<Acc>(0)};
+    // A clamp too small for Acc must not become none.
+    if (clamp > 0) s.clamp = std::max(static_cast<Acc>(clamp), std::numeric_limits<Acc>::denorm_min());
     for (int l = 0; l < mixture.n; ++l) {
+      s.counts[l] = mixture.weight[l] != 0.0;
       s.blank_share[l] = static_cast<Acc>(mixture.weight[l]);
       s.label_share[l] = static_cast<Acc>(mixture.weight[l] * (1.0 + fastemit_lambda));
     }
@@ -62,6 +66,12 @@ struct Shaping {
   TDT_HD Acc limit(Acc scale) const {
     return clamp > 0 ? clamp * (scale < 0 ? -scale : scale) : static_cast<Acc>(INFINITY);
   }
+};
+
+// G_blank and G_label of a node. Where its sample's logits were NaN, NaN.
+template <typename Acc>
+struct NodeSums {
+  Acc blank, label;
 };
 
 // Where the lattice stage writes. Without a gradient, alpha_beta is null and only ll is wanted.
@@ -86,11 +96,16 @@ struct Backend {
   // eq. 6 and the reduction
   template <typename Acc>
   static void reduce(const Tensor& like, const Reducing& problem, const Reduced<Acc>& out);
-  // eq. 7-9; grad may be the logits themselves
+  // eq. 7 and 9 of the listed nodes: their sums, and the gradient of their duration logits
   template <typename S>
-  static void gradient(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                       const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
-                       const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping);
+  static void duration_gradient(const Tensor& like, const Batch& batch, const NodeList& list, const Rows<S>& grad,
+                                const Saved<accumulate_t<S>>& saved, const Upstream<accumulate_t<S>>& upstream,
+                                const Shaping<accumulate_t<S>>& shaping, NodeSums<accumulate_t<S>>* sums);
+  // eq. 8; grad may be the logits themselves
+  template <typename S>
+  static void token_gradient(const Tensor& like, const Batch& batch, const NodeList& list, const Rows<S>& logits,
+                             const Rows<S>& grad, const accumulate_t<S>* node_lp, const NodeSums<accumulate_t<S>>* sums,
+                             const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping);
   // eq. 7 of every arc: blank and label (B, T, U1, arcs.n), for RNN-T (B, T, U1)
   template <typename Acc>
   static void occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,

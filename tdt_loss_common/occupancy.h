@@ -62,12 +62,11 @@ struct SampleState {
   bool lives;  // every lattice that counts has an alignment, and the sample is well formed
   bool nan;    // a logit was NaN or +inf
 
-  // ll (lattices, B); a lattice of share 0 does not count
-  template <typename Acc>
-  TDT_HD static SampleState of(const double* ll, int B, int b, int lattices, const Acc* share) {
+  // ll (lattices, B)
+  TDT_HD static SampleState of(const double* ll, int B, int b, int lattices, const bool* counts) {
     SampleState state{true, false};
     for (int l = 0; l < lattices; ++l) {
-      if (share[l] == 0) continue;
+      if (!counts[l]) continue;
       const double here = ll[static_cast<int64_t>(l) * B + b];
       state.lives = state.lives && here > -INFINITY && here < INFINITY;
       state.nan = state.nan || here != here;
@@ -76,23 +75,50 @@ struct SampleState {
   }
 };
 
-// G of a node: the sum of its occupancies over arcs and lattices, as the gradient takes them. 0 where the node has
-// none, NaN at the valid nodes of a sample with NaN.
+// The sums of a node over arcs and lattices; G_tdt: that of the first lattice alone. NaN at the valid nodes of a sample
+// with NaN.
 template <typename Acc>
-TDT_HD Acc node_occupancy(const Batch& batch, const Saved<Acc>& saved, const Shaping<Acc>& shaping, int64_t node) {
-  const Node at = batch.node_at(node);
-  const Extent extent = batch.extent(at.b);
-  const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.lattices, shaping.blank_share);
-  if (!extent.has(at.t, at.u)) return Acc(0);
-  if (!sample.lives) return sample.nan ? static_cast<Acc>(NAN) : Acc(0);
-  Acc G = 0;
+TDT_HD NodeSums<Acc> node_sums(const Batch& batch, const Extent& extent, const Node& at, const Saved<Acc>& saved,
+                               const Shaping<Acc>& shaping, Acc* G_tdt) {
+  const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.lattices, shaping.counts);
+  const bool valid = extent.has(at.t, at.u);
+  NodeSums<Acc> G{0, 0};
+  *G_tdt = 0;
+  if (!valid || !sample.lives) {  // padding, no alignment, or a malformed sample
+    if (valid && sample.nan) G.blank = *G_tdt = static_cast<Acc>(NAN);
+    return G;
+  }
   for (int l = 0; l < shaping.lattices; ++l) {
-    if (shaping.blank_share[l] == 0) continue;
+    if (!shaping.counts[l]) continue;
     const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[l], saved, l);
     for (int i = 0; i < shaping.arcs[l].n; ++i) {
       const ArcPair<Acc> occ = occupied.arc(i);
-      G += shaping.blank_share[l] * occ.blank + shaping.label_share[l] * occ.label;
+      G.blank += shaping.blank_share[l] * occ.blank;
+      G.label += shaping.label_share[l] * occ.label;
     }
+    if (l == 0) *G_tdt = G.blank + G.label;
+  }
+  return G;
+}
+
+// The sums of a node, and the gradient of its duration logits into `grad_z`: everything of the gradient but eq. 8.
+template <typename S, typename Acc>
+TDT_HD NodeSums<Acc> node_gradient(const Batch& batch, const Node& at, const Saved<Acc>& saved, Acc scale,
+                                   const Shaping<Acc>& shaping, S* grad_z) {
+  const Extent extent = batch.extent(at.b);
+  Acc G_tdt;
+  const NodeSums<Acc> G = node_sums(batch, extent, at, saved, shaping, &G_tdt);
+  if (G_tdt == 0) {
+    for (int i = 0; i < batch.D; ++i) grad_z[i] = static_cast<S>(Acc(0));
+    return G;
+  }
+  const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[0], saved, 0);
+  const Acc limit = shaping.limit(scale);
+  for (int i = 0; i < batch.D; ++i) {
+    const ArcPair<Acc> occ = occupied.arc(i);
+    const Acc G_i = shaping.blank_share[0] * occ.blank + shaping.label_share[0] * occ.label;
+    const Acc value = (exp_of_sum(Acc(0), occupied.record[kDurLp + i]) * G_tdt - G_i) * scale;  // eq. 9
+    grad_z[i] = static_cast<S>(value > limit ? limit : value < -limit ? -limit : value);
   }
   return G;
 }

@@ -70,7 +70,12 @@ template <typename Acc>
 void Cpu::node_occupancy(const Tensor&, const Batch& batch, const Saved<Acc>& saved, const Shaping<Acc>& shaping,
                          Acc* G) {
   torch::stable::parallel_for(0, batch.nodes(), 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t node = begin; node < end; ++node) G[node] = tdt::node_occupancy(batch, saved, shaping, node);
+    for (int64_t node = begin; node < end; ++node) {
+      const Node at = batch.node_at(node);
+      Acc G_tdt;
+      const NodeSums<Acc> sums = node_sums(batch, batch.extent(at.b), at, saved, shaping, &G_tdt);
+      G[node] = sums.blank + sums.label;
+    }
   });
 }
 

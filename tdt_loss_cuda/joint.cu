@@ -199,7 +199,11 @@ __global__ void __launch_bounds__(kBlock, 4)
     node_occupancy_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Saved<Acc> saved,
                           const __grid_constant__ Shaping<Acc> shaping, Acc* G) {
   const int64_t node = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
-  if (node < batch.nodes()) G[node] = node_occupancy(batch, saved, shaping, node);
+  if (node >= batch.nodes()) return;
+  const Node at = batch.node_at(node);
+  Acc G_tdt;
+  const NodeSums<Acc> sums = node_sums(batch, batch.extent(at.b), at, saved, shaping, &G_tdt);
+  G[node] = sums.blank + sums.label;
 }
 
 // Calls f with the number of hidden units that a thread handles at a time; `rows`: where rows are read or written

@@ -1,13 +1,12 @@
-// Rows of logits on the GPU: the log-probabilities of every node, eq. 1-3, and the gradient of its logits, eq. 7-9
+// Rows of logits on the GPU: the log-probabilities of every node, eq. 1-3, and the gradient of its token logits, eq. 8
 // (equations: lattice.cu).
 //
 // Both kernels move one row of logits each way at most and are bound by that, if what is done once per row stays small:
 // so as few threads as possible share a row, kThreads of them. 8 for a short row, forward only (rows with and without
 // occupancy take different ways backward, which one warp would take in turn); a warp for a longer one; a block only
 // where rows are too few to fill the GPU otherwise. Offsets within a row are int, offsets of rows int64. Sums are
-// float32 (float64 for float64 logits); the occupancies come from float64 alpha, beta and LL, whose sum cancels.
-// Padding is zero-filled and never read; neither is a row whose occupancy is exactly 0.
-#include "../tdt_loss_common/occupancy.h"
+// float32 (float64 for float64 logits). Padding is zero-filled and never read; neither is a row whose occupancy is
+// exactly 0.
 #include "rows.cuh"
 
 namespace tdt {
@@ -197,68 +196,30 @@ __device__ void gradient_row(const S* x, S* out, int n, const TokenGradient<accu
 
 template <typename S, int kThreads>
 __global__ void __launch_bounds__(kBlock, min_blocks<S>())
-    gradient_kernel(const __grid_constant__ Batch batch, const NodeList list,
-                    const __grid_constant__ LogitRows<S> logits, const __grid_constant__ LogitRows<S> grad,
-                    const __grid_constant__ Saved<accumulate_t<S>> saved,
-                    const __grid_constant__ Upstream<accumulate_t<S>> upstream,
-                    const __grid_constant__ Shaping<accumulate_t<S>> shaping) {
+    token_gradient_kernel(const __grid_constant__ Batch batch, const NodeList list,
+                          const __grid_constant__ Rows<S> logits, const __grid_constant__ Rows<S> grad,
+                          const accumulate_t<S>* node_lp, const NodeSums<accumulate_t<S>>* sums,
+                          const __grid_constant__ Upstream<accumulate_t<S>> upstream,
+                          const __grid_constant__ Shaping<accumulate_t<S>> shaping) {
   using Acc = accumulate_t<S>;
   const RowGroup<kThreads> group;
   const int64_t row = group_row<kThreads>();
   if (row >= list.n) return;
   const int64_t node = list.at(row);
   const Node at = batch.node_at(node);
-  const auto [b, t, u] = at;
-  const Extent extent = batch.extent(b);
-  const SampleState sample = SampleState::of(saved.ll, batch.B, b, shaping.lattices, shaping.blank_share);
-  const bool valid = extent.has(t, u), lives = valid && sample.lives;
-
-  // Lane i weighs arc pair i. Every warp of a long row does so for itself: cheaper than to wait for one.
-  Acc G_blank = 0, G_label = 0, G_tdt = 0;
-  if (lives) {
-    for (int l = 0; l < shaping.lattices; ++l) {
-      if (shaping.blank_share[l] == 0) continue;
-      const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[l], saved, l);
-      for (int i = group.lane; i < shaping.arcs[l].n; i += group.kLanes) {
-        const auto [blank_occ, label_occ] = occupied.arc(i);
-        G_blank += shaping.blank_share[l] * blank_occ;
-        G_label += shaping.label_share[l] * label_occ;
-      }
-      if (l == 0) G_tdt = G_blank + G_label;
-    }
-  }
-  G_blank = group.sum(G_blank);
-  G_label = group.sum(G_label);
-  const Acc G = G_blank + G_label;
-  const Acc scale = upstream.at(b);
-  const bool nan = valid && sample.nan;
-
-  S* grad_x = grad.tokens.row(row, at);
-  S* grad_z = grad.durations.row(row, at);
-  if (G == 0) {  // padding, no alignment through this node, or a malformed sample: x is not read
-    const S value = narrow<S>(nan ? Acc(NAN) : Acc(0));
-    fill_row<S, kThreads>(grad_x, batch.V, value, group.thread);
-    for (int i = group.thread; i < batch.D; i += kThreads) grad_z[i] = value;
+  const NodeSums<Acc> G = sums[row];
+  const Acc lse = node_lp[node * record_size(batch.D) + kLse];
+  const Acc scale = upstream.at(at.b);
+  const Acc G_both = G.blank + G.label;
+  S* grad_x = grad.row(row, at);
+  if (G_both == 0 || isnan(G_both)) {
+    fill_row<S, kThreads>(grad_x, batch.V, narrow<S>(G_both), group.thread);
     return;
   }
-  const Acc* record = saved.node_lp + node * record_size(batch.D);
-  const int label = u < extent.U ? batch.label(b, u) : -1;
-  const TokenGradient<Acc> gradient{record[kLse],  G * scale, G_blank * scale,     G_label * scale,
-                                    shaping.blank, label,     shaping.limit(scale)};
-  gradient_row<S, kThreads>(logits.tokens.row(row, at), grad_x, batch.V, gradient, group.thread);
-  if (batch.D == 0) return;
-  const bool tdt_counts = shaping.blank_share[0] != 0;
-  G_tdt = shaping.lattices == 1 ? G : group.sum(G_tdt);
-  const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[0], saved, 0);
-  for (int i = group.thread; i < batch.D; i += kThreads) {
-    Acc value = 0;
-    if (tdt_counts) {
-      const auto [blank_occ, label_occ] = occupied.arc(i);
-      const Acc G_i = shaping.blank_share[0] * blank_occ + shaping.label_share[0] * label_occ;
-      value = gradient.clamped((exp(record[kDurLp + i]) * G_tdt - G_i) * scale);  // eq. 9
-    }
-    grad_z[i] = narrow<S>(value);
-  }
+  const int label = G.label != 0 ? batch.label(at.b, at.u) : -1;
+  const TokenGradient<Acc> gradient{lse,           G_both * scale, G.blank * scale,     G.label * scale,
+                                    shaping.blank, label,          shaping.limit(scale)};
+  gradient_row<S, kThreads>(logits.row(row, at), grad_x, batch.V, gradient, group.thread);
 }
 
 // Calls f with the number of threads for each of `rows` rows of V: kFewest, or as many more as fill the GPU.
@@ -293,25 +254,25 @@ void Cuda::log_probs(const Tensor& like, const Batch& batch, const NodeList& lis
 
 template <>
 template <typename S>
-void Cuda::gradient(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                    const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
-                    const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping) {
+void Cuda::token_gradient(const Tensor& like, const Batch& batch, const NodeList& list, const Rows<S>& logits,
+                          const Rows<S>& grad, const accumulate_t<S>* node_lp, const NodeSums<accumulate_t<S>>* sums,
+                          const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping) {
   const cuda::LaunchScope scope(like);
   cuda::with_row_threads<S, cuda::kWarp>(batch.V, list.n, [&](auto threads) {
     constexpr int kThreads = decltype(threads)::value;
     const unsigned blocks = cuda::blocks_for(list.n, cuda::kBlock / kThreads);
-    cuda::gradient_kernel<S, kThreads>
-        <<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, logits, grad, saved, upstream, shaping);
+    cuda::token_gradient_kernel<S, kThreads>
+        <<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, logits, grad, node_lp, sums, upstream, shaping);
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-#define TDT_INSTANTIATE(S)                                                                            \
-  template void Cuda::log_probs<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&, \
-                                   accumulate_t<S>*, const Emission&);                                \
-  template void Cuda::gradient<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&,  \
-                                  const LogitRows<S>&, const Saved<accumulate_t<S>>&,                 \
-                                  const Upstream<accumulate_t<S>>&, const Shaping<accumulate_t<S>>&);
+#define TDT_INSTANTIATE(S)                                                                                            \
+  template void Cuda::log_probs<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&,                 \
+                                   accumulate_t<S>*, const Emission&);                                                \
+  template void Cuda::token_gradient<S>(const Tensor&, const Batch&, const NodeList&, const Rows<S>&, const Rows<S>&, \
+                                        const accumulate_t<S>*, const NodeSums<accumulate_t<S>>*,                     \
+                                        const Upstream<accumulate_t<S>>&, const Shaping<accumulate_t<S>>&);
 TDT_INSTANTIATE(float)
 TDT_INSTANTIATE(double)
 TDT_INSTANTIATE(Half)

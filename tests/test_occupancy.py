@@ -5,13 +5,15 @@ import torch
 from conftest import DTYPES, TOLERANCE, call, loss_and_grads, make_batch, same_bits
 
 RAGGED = {"B": 4, "T": 12, "U": 5, "logit_lengths": [12, 9, 5, 1], "target_lengths": [5, 2, 0, 3]}
+TDT, RNNT = {"durations": (0, 1, 2, 3, 4)}, {"durations": ()}
 ARCS = {
-    "TDT": {"durations": (0, 1, 2, 3, 4)},
-    "shuffled": {"durations": (2, 0, 3, 1, 1)},
-    "no zero": {"durations": (1, 2)},
-    "RNN-T": {"durations": ()},
+    "TDT": ("separate", TDT),
+    "TDT, joint": ("joint", TDT),
+    "shuffled": ("separate", {"durations": (2, 0, 3, 1, 1)}),
+    "no zero, joint": ("joint", {"durations": (1, 2)}),
+    "RNN-T": ("separate", RNNT),
 }
-every_arcs = pytest.mark.parametrize("arcs", ARCS.values(), ids=ARCS.keys())
+every_arcs = pytest.mark.parametrize("api, arcs", ARCS.values(), ids=ARCS.keys())
 
 
 def logits_of(batch, api="separate"):
@@ -80,16 +82,17 @@ def test_what_changes_the_gradient_alone_does_not_count(kernel, device, api, opt
 @pytest.mark.kernels_ci
 @every_arcs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_must_add_up(kernel, device, arcs, dtype):
+def test_what_must_add_up(kernel, device, api, arcs, dtype):
     T, U = [40, 31, 23], [12, 0, 9]
     batch = make_batch(
         B=3, T=40, U=12, V=17, logit_lengths=T, target_lengths=U, scale=3.0, dtype=dtype, device=device, **arcs
     )
-    blank, label = (occ.double() for occ in occupancy_of(kernel, batch))
-    lengths = torch.tensor(batch.durations, dtype=torch.float64, device=device)
-    of_blank, of_label = (lengths, lengths) if batch.durations else (torch.ones(1).to(blank), torch.zeros(1).to(blank))
-    if not batch.durations:
+    blank, label = (occ.double() for occ in occupancy_of(kernel, batch, api))
+    if batch.durations:
+        of_blank = of_label = torch.tensor(batch.durations, dtype=torch.float64, device=device)
+    else:  # one column: a blank of one frame, a label of none
         blank, label = blank[..., None], label[..., None]
+        of_blank, of_label = torch.ones(1).to(blank), torch.zeros(1).to(blank)
     assert (blank >= 0).all() and (label >= 0).all()
     assert blank.max() <= 1 + 1e-4 and label.max() <= 1 + 1e-4
     for b in range(3):
@@ -146,7 +149,7 @@ def test_loss_and_gradients_keep_their_bits(kernel, device, api, arcs, reduction
 
 
 def test_with_inplace_gradients(kernel, device):
-    for arcs in (ARCS["TDT"], ARCS["RNN-T"]):
+    for arcs in (TDT, RNNT):
         batch = make_batch(device=device, **arcs, **RAGGED)
         logits = logits_of(batch, "joint")[0].clone().requires_grad_() * 1
         losses, occupancy = call(kernel, batch, [logits], inplace_grad=True, return_occupancy=True)
@@ -251,7 +254,7 @@ def test_padding_is_never_read(kernel, device, api, durations, garbage):
     for logits in (batch.token_logits, batch.duration_logits):
         logits[~batch.valid] = garbage
     assert_same_bits(occupancy_of(kernel, batch.replace(), api), clean)
-    _, node_lp, ll, alpha_beta, _ = kernel.loss.ops.loss(*batch.loss_op_args())
+    _, node_lp, ll, alpha_beta, _ = kernel.loss.ops.loss(*batch.loss_op_args(api))
     alpha_beta[~batch.valid.expand_as(alpha_beta)] = garbage
     args = (node_lp, ll, alpha_beta, *batch.lengths, list(durations), 7)
     assert_same_bits(kernel.loss.ops.occupancy(*args), clean)

@@ -425,15 +425,16 @@ def test_agrees_with_transformers(kernel, device, reduction):
     torch.testing.assert_close(ours.grad_tokens, logits.grad, rtol=0, atol=2e-5)  # their alpha and beta are float32
 
 
-def test_clamp_agrees_with_torchaudio(kernel, device):
+def test_clamp_agrees_with_torchaudio(kernel):
+    """On the CPU: on an H200, torchaudio 2.11 returned gradients that were not clamped."""
     transformers_rnnt_loss()  # skips without torchaudio
     import torchaudio
 
-    batch = rnnt_batch(B=2, T=9, U=4, V=11, clamp=0.05, device=device)
+    batch = rnnt_batch(B=2, T=9, U=4, V=11, clamp=0.05)
     logits, _ = batch.leaves()
     lengths = [tensor.int() for tensor in batch.lengths]
     losses = torchaudio.functional.rnnt_loss(logits, *lengths, blank=0, clamp=0.05, reduction="none")
-    upstream = torch.tensor([1.0, -3.0], device=device)
+    upstream = torch.tensor([1.0, -3.0])
     losses.backward(upstream)
     ours = loss_and_grads(kernel, batch, upstream=upstream)
     torch.testing.assert_close(ours.grad_tokens, logits.grad, rtol=0, atol=5e-6)
