@@ -9,7 +9,7 @@
 
 namespace tdt {
 
-enum class Activation { kRelu, kTanh };  // in the order of ACTIVATIONS in torch-ext/tdt_loss/fused.py
+enum class Activation { kRelu, kTanh };  // in the order of ACTIVATIONS in torch-ext/tdt_loss/tiles.py
 
 // Four random words.
 struct Random4 {
