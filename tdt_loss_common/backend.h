@@ -96,16 +96,11 @@ struct Backend {
   // eq. 6 and the reduction
   template <typename Acc>
   static void reduce(const Tensor& like, const Reducing& problem, const Reduced<Acc>& out);
-  // eq. 7 and 9 of the listed nodes: their sums, and the gradient of their duration logits
+  // eq. 7-9 of the listed nodes; grad may be the logits themselves
   template <typename S>
-  static void duration_gradient(const Tensor& like, const Batch& batch, const NodeList& list, const Rows<S>& grad,
-                                const Saved<accumulate_t<S>>& saved, const Upstream<accumulate_t<S>>& upstream,
-                                const Shaping<accumulate_t<S>>& shaping, NodeSums<accumulate_t<S>>* sums);
-  // eq. 8; grad may be the logits themselves
-  template <typename S>
-  static void token_gradient(const Tensor& like, const Batch& batch, const NodeList& list, const Rows<S>& logits,
-                             const Rows<S>& grad, const accumulate_t<S>* node_lp, const NodeSums<accumulate_t<S>>* sums,
-                             const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping);
+  static void gradient(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
+                       const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
+                       const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping);
   // eq. 7 of every arc: blank and label (B, T, U1, arcs.n), for RNN-T (B, T, U1)
   template <typename Acc>
   static void occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,

@@ -24,22 +24,19 @@ struct OccupiedNode {
   double from;         // alpha(t, u) - LL
   const double* beta;  // (B, T, U1)
 
-  // eq. 7 of arc pair i.
+  // eq. 7 of arc pair i. Where an arc does not exist another address is read and the value dropped: without branches
+  // the loads of several arcs are in flight together.
   TDT_HD ArcPair<Acc> arc(int i) const {
-    ArcPair<Acc> occ{0, 0};
     const int64_t t_to = static_cast<int64_t>(at.t) + arcs.d[i];
     const bool lands = t_to < extent.T;
     const bool exits = t_to == extent.T && at.u == extent.U;  // the final blank, beta = 1
-    const Acc dur_lp = arcs.dur_lp(record, i);
-    if (arcs.has_blank(i) && (lands || exits)) {
-      const double beta_to = lands ? beta[batch.node(at.b, static_cast<int>(t_to), at.u)] : 0.0;
-      occ.blank = exp_of_sum(Acc(0), from + record[kBlankLp] + dur_lp + beta_to);
-    }
-    if (arcs.has_label(i) && at.u < extent.U && lands) {
-      const double beta_to = beta[batch.node(at.b, static_cast<int>(t_to), at.u + 1)];
-      occ.label = exp_of_sum(Acc(0), from + record[kLabelLp] + dur_lp + beta_to);
-    }
-    return occ;
+    const int t = lands ? static_cast<int>(t_to) : at.t, u_label = at.u < extent.U ? at.u + 1 : at.u;
+    const double beta_blank = beta[batch.node(at.b, t, at.u)], beta_label = beta[batch.node(at.b, t, u_label)];
+    const double dur_lp = arcs.dur_lp(record, i);
+    const Acc blank = exp_of_sum(Acc(0), from + record[kBlankLp] + dur_lp + (lands ? beta_blank : 0.0));
+    const Acc label = exp_of_sum(Acc(0), from + record[kLabelLp] + dur_lp + beta_label);
+    return {arcs.has_blank(i) && (lands || exits) ? blank : Acc(0),
+            arcs.has_label(i) && at.u < extent.U && lands ? label : Acc(0)};
   }
 };
 
@@ -101,26 +98,14 @@ TDT_HD NodeSums<Acc> node_sums(const Batch& batch, const Extent& extent, const N
   return G;
 }
 
-// The sums of a node, and the gradient of its duration logits into `grad_z`: everything of the gradient but eq. 8.
-template <typename S, typename Acc>
-TDT_HD NodeSums<Acc> node_gradient(const Batch& batch, const Node& at, const Saved<Acc>& saved, Acc scale,
-                                   const Shaping<Acc>& shaping, S* grad_z) {
-  const Extent extent = batch.extent(at.b);
-  Acc G_tdt;
-  const NodeSums<Acc> G = node_sums(batch, extent, at, saved, shaping, &G_tdt);
-  if (G_tdt == 0) {
-    for (int i = 0; i < batch.D; ++i) grad_z[i] = static_cast<S>(Acc(0));
-    return G;
-  }
-  const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[0], saved, 0);
-  const Acc limit = shaping.limit(scale);
-  for (int i = 0; i < batch.D; ++i) {
-    const ArcPair<Acc> occ = occupied.arc(i);
-    const Acc G_i = shaping.blank_share[0] * occ.blank + shaping.label_share[0] * occ.label;
-    const Acc value = (exp_of_sum(Acc(0), occupied.record[kDurLp + i]) * G_tdt - G_i) * scale;  // eq. 9
-    grad_z[i] = static_cast<S>(value > limit ? limit : value < -limit ? -limit : value);
-  }
-  return G;
+// eq. 9 of one duration, with its log-probability and its arcs of the first lattice, whose sum over all durations is
+// G_tdt.
+template <typename Acc>
+TDT_HD Acc duration_entry(const Shaping<Acc>& shaping, Acc dur_lp, const ArcPair<Acc>& occ, Acc G_tdt, Acc scale) {
+  if (G_tdt == 0) return 0;
+  const Acc G_i = shaping.blank_share[0] * occ.blank + shaping.label_share[0] * occ.label;
+  const Acc value = (exp_of_sum(Acc(0), dur_lp) * G_tdt - G_i) * scale, limit = shaping.limit(scale);
+  return value > limit ? limit : value < -limit ? -limit : value;
 }
 
 }  // namespace tdt

@@ -1,5 +1,4 @@
-// Occupancies on the CPU, eq. 7: of every arc as tensors, or summed for the gradient, with eq. 9. The twin of
-// tdt_loss_cuda/occupancy.cu.
+// The occupancy of every arc as tensors, eq. 7, on the CPU: the twin of tdt_loss_cuda/occupancy.cu.
 #include "../tdt_loss_common/occupancy.h"
 
 #include <cmath>
@@ -33,28 +32,6 @@ void Cpu::occupancy(const Tensor&, const Batch& batch, const Arcs& arcs, const S
     }
   });
 }
-
-template <>
-template <typename S>
-void Cpu::duration_gradient(const Tensor&, const Batch& batch, const NodeList& list, const Rows<S>& grad,
-                            const Saved<accumulate_t<S>>& saved, const Upstream<accumulate_t<S>>& upstream,
-                            const Shaping<accumulate_t<S>>& shaping, NodeSums<accumulate_t<S>>* sums) {
-  torch::stable::parallel_for(0, list.n, kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const Node at = batch.node_at(list.at(row));
-      sums[row] = node_gradient(batch, at, saved, upstream.at(at.b), shaping, grad.row(row, at));
-    }
-  });
-}
-
-#define TDT_INSTANTIATE(S)                                                                                 \
-  template void Cpu::duration_gradient<S>(const Tensor&, const Batch&, const NodeList&, const Rows<S>&,    \
-                                          const Saved<accumulate_t<S>>&, const Upstream<accumulate_t<S>>&, \
-                                          const Shaping<accumulate_t<S>>&, NodeSums<accumulate_t<S>>*);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
 
 template void Cpu::occupancy<float>(const Tensor&, const Batch&, const Arcs&, const Saved<float>&, float*, float*);
 template void Cpu::occupancy<double>(const Tensor&, const Batch&, const Arcs&, const Saved<double>&, double*, double*);

@@ -19,7 +19,8 @@ class LaunchScope {
  public:
   explicit LaunchScope(const Tensor& tensor) : guard_(tensor.get_device_index()) {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
+                    "no current stream on CUDA device ", tensor.get_device_index());
     stream_ = static_cast<cudaStream_t>(stream);
   }
   cudaStream_t stream() const { return stream_; }

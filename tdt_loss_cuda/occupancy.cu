@@ -1,9 +1,5 @@
-// Occupancies on the GPU (equations: lattice.cu): of every arc as tensors, eq. 7, for alignment-based losses and plots;
-// or summed for the gradient, with eq. 9.
-//
-// A thread has an arc pair of a node, or for the gradient a node, so that neighbours in u read alpha, beta and records
-// side by side. What a row of token logits needs of its node, two numbers, is left in memory: a kernel that worked it
-// out where it turns the row would have a warp wait for alpha, then beta, then the row.
+// The occupancy of every arc as tensors, eq. 7 (equations: lattice.cu), for alignment-based losses and plots: a thread
+// for each node and arc pair.
 #include "../tdt_loss_common/occupancy.h"
 
 #include "launch.cuh"
@@ -35,19 +31,6 @@ __global__ void __launch_bounds__(kBlock)
   if (arcs.has_label(i)) label[out] = occ.label;
 }
 
-template <typename S>
-__global__ void __launch_bounds__(kBlock)
-    duration_gradient_kernel(const __grid_constant__ Batch batch, const NodeList list, const Rows<S> grad,
-                             const __grid_constant__ Saved<accumulate_t<S>> saved,
-                             const __grid_constant__ Upstream<accumulate_t<S>> upstream,
-                             const __grid_constant__ Shaping<accumulate_t<S>> shaping,
-                             NodeSums<accumulate_t<S>>* sums) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
-  if (row >= list.n) return;
-  const Node at = batch.node_at(list.at(row));
-  sums[row] = node_gradient(batch, at, saved, upstream.at(at.b), shaping, grad.row(row, at));
-}
-
 }  // namespace
 }  // namespace cuda
 
@@ -60,27 +43,6 @@ void Cuda::occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, c
   cuda::occupancy_kernel<Acc><<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, arcs, saved, blank, label);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
-
-template <>
-template <typename S>
-void Cuda::duration_gradient(const Tensor& like, const Batch& batch, const NodeList& list, const Rows<S>& grad,
-                             const Saved<accumulate_t<S>>& saved, const Upstream<accumulate_t<S>>& upstream,
-                             const Shaping<accumulate_t<S>>& shaping, NodeSums<accumulate_t<S>>* sums) {
-  const cuda::LaunchScope scope(like);
-  const unsigned blocks = cuda::blocks_for(list.n, cuda::kBlock);
-  cuda::duration_gradient_kernel<S>
-      <<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, grad, saved, upstream, shaping, sums);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-#define TDT_INSTANTIATE(S)                                                                                  \
-  template void Cuda::duration_gradient<S>(const Tensor&, const Batch&, const NodeList&, const Rows<S>&,    \
-                                           const Saved<accumulate_t<S>>&, const Upstream<accumulate_t<S>>&, \
-                                           const Shaping<accumulate_t<S>>&, NodeSums<accumulate_t<S>>*);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
 
 template void Cuda::occupancy<float>(const Tensor&, const Batch&, const Arcs&, const Saved<float>&, float*, float*);
 template void Cuda::occupancy<double>(const Tensor&, const Batch&, const Arcs&, const Saved<double>&, double*, double*);

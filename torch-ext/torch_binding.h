@@ -154,7 +154,6 @@ void gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_duratio
   check_saved(batch, lattices, accumulate_type(logits.scalar_type()), a.node_lp, a.ll, a.alpha_beta);
   check_upstream(a.grad_loss, a.weights, a.node_lp, batch.B);
   if (list.n == 0) return;
-  Tensor sums = empty_on(logits, {list.n, 2}, a.node_lp.scalar_type());
   dispatch_logits(logits.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
     using Acc = accumulate_t<S>;
@@ -163,11 +162,8 @@ void gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_duratio
                                  a.weights.size(0) == 0 ? nullptr : const_data<Acc>(a.weights)};
     const auto shaping =
         Shaping<Acc>::of(static_cast<int>(a.blank), arcs, Mixture::of(lattices, a.omega), a.fastemit_lambda, a.clamp);
-    auto* node_sums = static_cast<NodeSums<Acc>*>(sums.mutable_data_ptr());
-    const LogitRows<S> from = logit_rows<S>(logits, duration_logits, batch.V);
-    const LogitRows<S> to = logit_rows<S>(grad_logits, grad_durations, batch.V);
-    Backend::duration_gradient(logits, batch, list, to.durations, saved, upstream, shaping, node_sums);
-    Backend::token_gradient(logits, batch, list, from.tokens, to.tokens, saved.node_lp, node_sums, upstream, shaping);
+    Backend::gradient(logits, batch, list, logit_rows<S>(logits, duration_logits, batch.V),
+                      logit_rows<S>(grad_logits, grad_durations, batch.V), saved, upstream, shaping);
   });
 }
 
