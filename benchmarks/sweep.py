@@ -169,7 +169,10 @@ def apis_of(case: Case, options: argparse.Namespace) -> list[Api]:
                 ("ft-v2", torch.bfloat16),
             ]
         if api.peer == "transformers":
-            return not options.no_peers and case.name in ("base", "large", "ft-v2")
+            shapes = ("base", "large", "ft-v2")
+            return (
+                not options.no_peers and case.name in shapes and (case.name == "base" or case.dtype == torch.bfloat16)
+            )
         if api.peer == "torchaudio":  # knows no bfloat16
             return not options.no_peers and case.dtype == torch.float32 and importable(api.peer)
         return True

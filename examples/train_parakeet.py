@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import jiwer
 import numpy as np
 import torch
+from fused_parakeet import use_fused_loss
 from kernels import get_kernel
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -247,6 +248,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak of AdamW's (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--fused", action="store_true", help="compute the loss without the joint network's logits (fused_parakeet.py)"
+    )
     parser.add_argument("--speech", type=Path, default=HERE / "speech", help="folder of recordings and transcripts")
     parser.add_argument("--output", type=Path, default=OUTPUT / "loss.png", help="where the loss curve goes")
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="where the trained weights go")
@@ -264,7 +268,10 @@ def main(argv: list[str] | None = None) -> int:
     batch = make_batch(waveforms, said, vocabulary, device)
     torch.manual_seed(args.seed)
     model = build_model(vocabulary).to(device)
-    model.loss_function = kernel_loss(kernel)
+    if args.fused:
+        use_fused_loss(model, kernel)
+    else:
+        model.loss_function = kernel_loss(kernel)
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     parameters = sum(parameter.numel() for parameter in model.parameters())
