@@ -3,7 +3,7 @@
 With all logits zero every arc has the probability q = exp(-sigma) / (V D), or exp(-sigma) / V for RNN-T, so a loss counts alignments.
 """
 
-from math import comb, exp, inf, log
+from math import comb, exp, inf, lgamma, log
 
 # durations [0, 1, 2], sigma 0.05; B, T, U, V = 1, 3, 1, 4; blank 3, target [0], all logits 0.
 PUBLISHED_LOSS = 4.155739
@@ -28,21 +28,26 @@ RNNT_GRADIENT = [
 ]
 
 
+def log_comb(n, k):
+    """Exact for small numbers; for large ones to about 1e-15 of the largest logarithm in it."""
+    return log(comb(n, k)) if n < 3000 else lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
+
+
 def loss_of_rnnt(T, U, V, sigma=0.0):
     """T blanks and U labels, of which the last is a blank."""
-    return (T + U) * (log(V) + sigma) - log(comb(T + U - 1, U))
+    return (T + U) * (log(V) + sigma) - log_comb(T + U - 1, U)
 
 
 def loss_of_durations_1(T, U, V, sigma=0.0):
     """The final blank is forced; the labels take U of the other T - 1 frames."""
-    return T * (log(V) + sigma) - log(comb(T - 1, U)) if U <= T - 1 else inf
+    return T * (log(V) + sigma) - log_comb(T - 1, U) if U <= T - 1 else inf
 
 
 def loss_of_durations_0_1(T, U, V, sigma=0.0):
     """k of the labels take no frame: T + k arcs, of which the last is the final blank and U of the others are labels."""
     log_q = -sigma - log(2 * V)
     ks = [k for k in range(U + 1) if T + k - 1 >= U]
-    terms = [log(comb(T + k - 1, U)) + log(comb(U, k)) + (T + k) * log_q for k in ks]
+    terms = [log_comb(T + k - 1, U) + log_comb(U, k) + (T + k) * log_q for k in ks]
     return -max(terms) - log(sum(exp(term - max(terms)) for term in terms))
 
 

@@ -163,6 +163,6 @@ def test_blocking_launches_and_deterministic_algorithms(kernel):
         return done.stdout
 
     plain = fingerprint()
-    assert plain.count("\\n") >= 20
+    assert plain.count("\n") >= 20
     assert fingerprint(CUDA_LAUNCH_BLOCKING="1") == plain
     assert fingerprint("deterministic") == plain

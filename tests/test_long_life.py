@@ -225,7 +225,7 @@ def test_out_of_memory_at_every_allocation(kernel, grad):
     # With more and more room: for the records (30 MiB), the lattice (15), its working memory (15), the gradient (490), all.
     batch = make_batch(B=4, T=600, U=400, V=129, durations=(0, 1, 2, 3, 9), device="cuda")
     leaf = batch.joint.requires_grad_(grad)
-    total = torch.cuda.get_device_properties(0).total_memory
+    total = torch.cuda.mem_get_info()[1]
 
     def step():
         loss = kernel.tdt_loss_joint(leaf, *batch.rest)

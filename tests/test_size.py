@@ -309,11 +309,12 @@ def test_impossible_numbers_of_durations_are_refused(kernel, device, num_duratio
 @pytest.mark.parametrize("B", [2**29, 2**30 + 1])
 def test_more_blocks_than_a_grid_has_are_refused(kernel, B):
     # Two directions of two lattices: at 2^30 + 1 samples the number of blocks would wrap around to 4.
-    logits = torch.zeros(1, 1, 1, 3, dtype=torch.bfloat16, device="cuda").expand(B, 1, 1, 3)
-    lengths = torch.ones(1, dtype=torch.int32, device="cuda").expand(B)
-    targets = torch.zeros(1, 0, dtype=torch.int32, device="cuda").expand(B, 0)
-    arguments = (logits, None, targets, lengths, lengths - 1, 0, [1], 0.0, 0.0, 0.5, 0.0, 0.0, False, True, False, 1)
+    torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 100 << 30:
         pytest.skip("needs 100 GiB")
+    logits = torch.zeros(1, 1, 1, 3, dtype=torch.bfloat16, device="cuda").expand(B, 1, 1, 3)
+    one = torch.ones(1, dtype=torch.int32, device="cuda")
+    targets = torch.zeros(1, 0, dtype=torch.int32, device="cuda").expand(B, 0)
+    labels = targets, one.expand(B), (one - 1).expand(B)
     with pytest.raises(RuntimeError, match="2\\^31 - 1 blocks"):
-        kernel.loss.ops.loss(*arguments)
+        kernel.loss.ops.loss(logits, None, *labels, 0, [1], 0.0, 0.0, 0.5, 0.0, 0.0, False, True, False, 1)
