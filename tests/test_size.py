@@ -244,24 +244,25 @@ def test_without_logits_of_70_000_tiny_samples(kernel, device):
 
 
 def seconds(function, device):
-    """The best of three."""
+    """The best of three; on the CPU of processor time, which other processes do not add to."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
     function()
     best = math.inf
     for _ in range(3):
         if device != "cpu":
             torch.cuda.synchronize()
-        start = time.perf_counter()
+        start = clock()
         function()
         if device != "cpu":
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, clock() - start)
     return best
 
 
 GROWN = {  # B, T, U, V: small, and with one of them eight times as large
     "T": ((1, 2500, 8, 8), (1, 20_000, 8, 8)),
     "U": ((1, 40, 625, 8), (1, 40, 5000, 8)),
-    "V": ((1, 4, 2, 2**18), (1, 4, 2, 2**21)),
+    "V": ((1, 2, 1, 5 * 2**19), (1, 2, 1, 5 * 2**22)),
     "B": ((5000, 2, 1, 3), (40_000, 2, 1, 3)),
 }
 
@@ -272,7 +273,7 @@ def test_time_grows_in_proportion(kernel, device, small, large):
         logits, labels = with_equal_logits(B, T, U, V, (0, 1), device)
         return lambda: run(kernel, logits, labels, (0, 1))
 
-    # Eight times the work; what grows with the square would take 64 times as long.
+    # Eight times the work, most of it with cold memory; what grows with the square would take 64 times as long.
     assert seconds(step(*large), device) < 24 * max(seconds(step(*small), device), 1e-4)
 
 

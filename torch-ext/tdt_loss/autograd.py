@@ -164,8 +164,12 @@ def _backward_loss(ctx, grad_loss, *_):
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             grad_logits, grad_durations = call(ops.gradient, _fake_gradient, *arguments)  # refuses to be differentiated
         else:
-            with torch._C._AutoDispatchBelowAutograd():
-                grad_logits, grad_durations = call(ops.gradient, _fake_gradient, *arguments)
+            try:
+                with torch._C._AutoDispatchBelowAutograd():
+                    grad_logits, grad_durations = ops.gradient(*arguments)
+            except RuntimeError as error:
+                ask_again(error, _fake_gradient, *arguments)
+                raise
         grads[0] = grad_logits if ctx.needs_input_grad[0] else None
         grads[1] = grad_durations if ctx.needs_input_grad[1] else None
     return tuple(grads)
@@ -190,8 +194,12 @@ class LossFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        with torch._C._AutoDispatchBelowAutograd():  # straight to the kernel
-            output = call(ops.loss, _room_of_loss, *args)
+        try:
+            with torch._C._AutoDispatchBelowAutograd():  # straight to the kernel
+                output = ops.loss(*args)
+        except RuntimeError as error:
+            ask_again(error, _room_of_loss, *args)
+            raise
         _setup_loss(ctx, args, output)
         return output
 
