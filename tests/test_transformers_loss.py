@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_batch
+from conftest import autograd_nodes, make_batch
 
 loss_tdt = pytest.importorskip("transformers.loss.loss_tdt", reason="needs a transformers with the TDT loss")
 loss_rnnt = pytest.importorskip("transformers.loss.loss_rnnt", reason="needs a transformers with the RNN-T loss")
@@ -137,17 +137,6 @@ def test_rnnt_loss_and_gradients_of_transformers(kernel, rnnt_model, rnnt_batch)
     assert_same(loss_and_gradients(rnnt_model, rnnt_batch, kernel.parakeet_rnnt_loss), theirs)
 
 
-def nodes_above(loss):
-    """The names of all autograd nodes that lead to the loss."""
-    seen, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [following for following, _ in node.next_functions]
-    return {node.name() for node in seen}
-
-
 def test_one_gradient_for_both_logits(kernel, tdt_model, batch):
     """The joint network's output gets its gradient from the loss itself, not from two slices of it."""
     features = tdt_model.get_audio_features(batch["input_features"], batch["attention_mask"])
@@ -156,7 +145,7 @@ def test_one_gradient_for_both_logits(kernel, tdt_model, batch):
     names = []
     for loss_function in (loss_tdt.ParakeetForTDTLoss, kernel.parakeet_tdt_loss):
         tdt_model.loss_function = loss_function
-        names.append(nodes_above(tdt_model(encoder_outputs=features, **rest).loss))
+        names.append(autograd_nodes(tdt_model(encoder_outputs=features, **rest).loss))
     theirs, ours = names
     assert "SliceBackward0" in theirs
     assert "SliceBackward0" not in ours and "AddmmBackward0" in ours
@@ -252,8 +241,8 @@ def test_no_labels_at_all(kernel, tdt_model, rnnt_model, batch):
 
 def test_compiled(kernel, device):
     losses, labels, lengths = calls(kernel, device)
+    items = torch.tensor(20, device=device)
     for loss in losses:
-        for arguments in ({}, {"num_items_in_batch": torch.tensor(20, device=device)}):
-            arguments |= {"labels": labels, "label_lengths": lengths, "reduction": "mean_volume"}
-            compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-            torch.testing.assert_close(compiled(**arguments), loss(**arguments))
+        loss = partial(loss, labels, label_lengths=lengths, reduction="mean_volume", num_items_in_batch=items)
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(), loss())
