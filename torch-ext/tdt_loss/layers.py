@@ -17,8 +17,9 @@ class TDTLoss(nn.Module):
 
     Where ``token_logits`` and ``duration_logits`` are the two adjoining slices of one joint tensor, as in
     ``ParakeetForTDT``, the gradient goes to the joint tensor in one piece: the backward of two slices would zero-fill,
-    copy and add tensors of its size. The slices themselves then have no gradient, so this is done only where neither
-    has a hook or ``retain_grad``; call :func:`tdt_loss` to differentiate with respect to a slice.
+    copy and add tensors of its size. The slices themselves, and any view of the joint network's output that they were cut
+    from, then have no gradient, so this is done only where neither slice has a hook or ``retain_grad``; call
+    :func:`tdt_loss` to differentiate with respect to one.
     """
 
     has_backward: bool = True
