@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import autograd_nodes, make_batch
+from conftest import autograd_nodes, make_batch, transformers_rnnt_loss
 
 loss_tdt = pytest.importorskip("transformers.loss.loss_tdt", reason="needs a transformers with the TDT loss")
 loss_rnnt = pytest.importorskip("transformers.loss.loss_rnnt", reason="needs a transformers with the RNN-T loss")
@@ -129,10 +129,7 @@ def test_rnnt_loss_and_gradients_of_the_model(kernel, rnnt_model, rnnt_batch):
 
 
 def test_rnnt_loss_and_gradients_of_transformers(kernel, rnnt_model, rnnt_batch):
-    try:
-        import torchaudio  # noqa: F401
-    except (ImportError, OSError) as error:
-        pytest.skip(f"needs torchaudio: {error}")
+    transformers_rnnt_loss()  # skips where it cannot run
     theirs = loss_and_gradients(rnnt_model, rnnt_batch)
     assert_same(loss_and_gradients(rnnt_model, rnnt_batch, kernel.parakeet_rnnt_loss), theirs)
 
