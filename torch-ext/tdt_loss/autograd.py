@@ -166,7 +166,8 @@ def loss(*args):
     need_grad = args[_NEED_GRAD]
     if not need_grad or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return ops.loss(*args)
-    return LossFunction.apply(*args)
+    # What `apply` does beside is for functorch, which is not active.
+    return super(torch.autograd.Function, LossFunction).apply(*args)
 
 
 torch.library.register_autograd(add_op_namespace_prefix("loss"), _backward_loss, setup_context=_setup_loss)
