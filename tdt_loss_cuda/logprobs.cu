@@ -2,12 +2,12 @@
 // (equations: lattice.cu).
 //
 // Both kernels move one row of logits each way at most and are bound by that, if what is done once per row stays small:
-// so as few threads as possible share a row, kThreads of them. Forward 8 for a short row and a warp for a longer one;
-// backward a warp, which turns several short rows one after another, or four warps for a longer one, so that fewer rows
-// are in work at a time and the memory sees longer stretches; a block where rows are too few to fill the GPU otherwise.
-// Offsets within a row are int, offsets of rows int64. Sums are float32 (float64 for float64 logits); the occupancies
-// come from float64 alpha, beta and LL, whose sum cancels. Padding is zero-filled and never read; neither is a row
-// whose occupancy is exactly 0.
+// so as few threads as possible share a row, kThreads of them. Forward 8 for a short row, a warp for a longer one, a
+// block where rows are too few to fill the GPU otherwise; backward a warp, which turns several short rows one after
+// another, or four warps for a longer one, so that fewer rows are in work at a time and the memory sees longer
+// stretches. Offsets within a row are int, offsets of rows int64. Sums are float32 (float64 for float64 logits); the
+// occupancies come from float64 alpha, beta and LL, whose sum cancels. Padding is zero-filled and never read; neither
+// is a row whose occupancy is exactly 0.
 #include "../tdt_loss_common/occupancy.h"
 #include "rows.cuh"
 
