@@ -192,8 +192,8 @@ def loss_weight(samples: int, device: torch.device) -> float:
     """What this process's mean loss over its `samples` is to be multiplied by.
 
     DistributedDataParallel takes the mean of the processes' gradients, each process alike. With this weight it is the gradient of
-    the mean over the samples of all processes, however many each has. (A loss per label, `reduction="mean_volume"`, needs the
-    number of labels in place of the number of samples.)
+    the mean over the samples of all processes, however many each has. (A loss per label wants `reduction="sum"`, times the
+    number of processes, over the labels of all: what README says under "Several GPUs".)
     """
     processes = dist.get_world_size() if dist.is_initialized() else 1
     return samples * processes / sum_over_processes(samples, device)

@@ -10,10 +10,10 @@ BLANK = VOCAB - 1
 class Transducer(torch.nn.Module):
     """Linear encoder, embedding, linear joint network, and the loss that `function` names."""
 
-    def __init__(self, kernel, function, *, hidden=16, dropout=0.0, **options):
+    def __init__(self, kernel, function, *, durations=DURATIONS, hidden=16, dropout=0.0, **options):
         super().__init__()
         self.kernel, self.function, self.dropout, self.options = kernel, function, dropout, options
-        self.durations = [] if function.startswith("rnnt") else list(DURATIONS)
+        self.durations = [] if function.startswith("rnnt") else list(durations)
         self.encoder = torch.nn.Linear(FEATURES, hidden)
         self.decoder = torch.nn.Embedding(VOCAB, hidden)
         self.head = torch.nn.Linear(hidden, VOCAB + len(self.durations))
