@@ -198,9 +198,11 @@ CASES = [
 @pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases.__name__)
 def test_opcheck(kernel, device, cases):
     ops = kernel.loss.ops
-    for count, args in enumerate(cases(ops, device), start=1):
+    calls = 0
+    for args in cases(ops, device):
         torch.library.opcheck(getattr(ops, cases.__name__).default, args)
-    assert count > 1
+        calls += 1
+    assert calls > 1
 
 
 def test_every_op_is_checked(kernel):

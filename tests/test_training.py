@@ -10,7 +10,6 @@ from conftest import loss_and_grads, make_batch, same_bits
 from small_model import FUNCTIONS, loss_and_gradients, make_model, make_speech
 from torch.utils.checkpoint import checkpoint
 
-DENSE = [name for name in FUNCTIONS if not name.endswith("fused_joint")]
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
 # Largest norm of the error of a gradient under autocast, of the norm of the gradient; and of the loss.
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004}
@@ -22,7 +21,9 @@ KINDS = {
     "tdt_loss_joint in place": ("tdt_loss_joint", {"inplace_grad": True}),
     "rnnt_loss in place": ("rnnt_loss", {"inplace_grad": True}),
 }
+DENSE_KINDS = {name: kind for name, kind in KINDS.items() if "fused" not in name}
 every_kind = pytest.mark.parametrize("function, options", KINDS.values(), ids=KINDS.keys())
+every_dense_kind = pytest.mark.parametrize("function, options", DENSE_KINDS.values(), ids=DENSE_KINDS.keys())
 
 
 def assert_close(actual, expected, tolerance):
@@ -192,9 +193,7 @@ def test_two_threads_on_two_gpus(kernel, function):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(
-    "function, options", [kind for kind in KINDS.values() if kind[0] in DENSE], ids=[k for k in KINDS if "fused" not in k]
-)
+@every_dense_kind
 def test_a_captured_training_step(kernel, function, options):
     """Encoder, joint network, loss, backward and optimizer, replayed with five other batches: what eager training does."""
     sizes = {"B": 4, "T": 30, "U": 12, "device": "cuda"}
