@@ -20,10 +20,8 @@ import os
 import sys
 import time
 import wave
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 # Read when torch is imported. Its threads otherwise spin while they wait for one another, as the LSTM has them do at every label:
 # 10 s a step instead of 0.9 s on two cores of which another process holds one.
@@ -138,36 +136,6 @@ def build_model(vocabulary: Vocabulary, durations: tuple[int, ...] = (0, 1, 2, 3
     # The joint network's last columns are durations; `generate` takes its argmax over all of them.
     model.generation_config.suppress_tokens = list(range(vocabulary.size, vocabulary.size + len(durations)))
     return model
-
-
-def kernel_loss(kernel: ModuleType) -> Callable[..., torch.Tensor]:
-    """`kernel.tdt_loss` under the argument names with which `ParakeetForTDT.forward` calls its `loss_function`."""
-
-    def loss_function(
-        token_logits: torch.Tensor,  # (B, T, U + 1, V)
-        duration_logits: torch.Tensor,  # (B, T, U + 1, D)
-        labels: torch.Tensor,  # (B, U)
-        logit_lengths: torch.Tensor,  # (B,)
-        label_lengths: torch.Tensor,  # (B,)
-        blank_token_id: int,
-        durations: list[int],
-        sigma: float = 0.0,
-        reduction: str = "mean",
-        **kwargs: object,
-    ) -> torch.Tensor:
-        return kernel.tdt_loss(
-            token_logits,
-            duration_logits,
-            labels,
-            logit_lengths,
-            label_lengths,
-            blank_token_id,
-            durations,
-            sigma,
-            reduction,
-        )
-
-    return loss_function
 
 
 def join_processes(device: torch.device) -> torch.device:
@@ -314,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.fused:
         use_fused_loss(model, kernel)
     else:
-        model.loss_function = kernel_loss(kernel)
+        model.loss_function = kernel.parakeet_tdt_loss
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     parameters = sum(parameter.numel() for parameter in model.parameters())
