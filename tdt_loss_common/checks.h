@@ -54,8 +54,9 @@ inline Batch batch_of(const Tensor& logits, const Tensor& targets, const Tensor&
                       const Tensor& target_lengths, int64_t V, int64_t D) {
   STD_TORCH_CHECK(logits.dim() == 4, "logits must have 4 dimensions (B, T, U+1, V), got ", logits.dim());
   constexpr int64_t kMax = std::numeric_limits<int>::max();
-  STD_TORCH_CHECK(logits.size(0) * logits.size(1) * logits.size(2) <= kMax && V <= kMax,
-                  "more than 2^31 - 1 nodes or tokens");
+  STD_TORCH_CHECK(logits.size(0) <= kMax && logits.size(0) * logits.size(1) * logits.size(2) <= kMax && V <= kMax,
+                  "more than 2^31 - 1 samples, nodes or tokens");
+  STD_TORCH_CHECK(D >= 0 && D <= kMaxDurations, "durations: at most ", kMaxDurations, " are supported, got ", D);
   const int64_t B = logits.size(0);
   STD_TORCH_CHECK(targets.size(0) == B && logit_lengths.size(0) == B && target_lengths.size(0) == B,
                   "targets, logit_lengths and target_lengths must have the batch size of the logits, ", B);

@@ -104,8 +104,10 @@ template <class Ring, typename Acc>
 void launch_lattice(const LatticeParams<Acc>& p, cudaStream_t stream) {
   constexpr int kShared = 2 * sizeof(Stage<Ring>);
   STD_CUDA_CHECK(cudaFuncSetAttribute(lattice_kernel<Acc, Ring>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
-  const unsigned blocks = static_cast<unsigned>(p.batch.B) * p.directions * p.lattices * p.strips;
-  lattice_kernel<Acc, Ring><<<blocks, kThreadsOf<Ring>, kShared, stream>>>(p);
+  const int64_t blocks = static_cast<int64_t>(p.batch.B) * p.directions * p.lattices * p.strips;
+  STD_TORCH_CHECK(blocks <= std::numeric_limits<int>::max(), "more than 2^31 - 1 blocks of 32 labels, ", p.lattices,
+                  " lattice(s) and ", p.directions, " direction(s) counted: the batch of ", p.batch.B, " is too large");
+  lattice_kernel<Acc, Ring><<<static_cast<unsigned>(blocks), kThreadsOf<Ring>, kShared, stream>>>(p);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -40,8 +40,10 @@ def loss_of_durations_1(T, U, V, sigma=0.0):
 
 def loss_of_durations_0_1(T, U, V, sigma=0.0):
     """k of the labels take no frame: T + k arcs, of which the last is the final blank and U of the others are labels."""
-    q = exp(-sigma) / (2 * V)
-    return -log(sum(comb(T + k - 1, U) * comb(U, k) * q ** (T + k) for k in range(U + 1) if T + k - 1 >= U))
+    log_q = -sigma - log(2 * V)
+    ks = [k for k in range(U + 1) if T + k - 1 >= U]
+    terms = [log(comb(T + k - 1, U)) + log(comb(U, k)) + (T + k) * log_q for k in ks]
+    return -max(terms) - log(sum(exp(term - max(terms)) for term in terms))
 
 
 def loss_without_labels(T, V, D):

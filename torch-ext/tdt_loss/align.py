@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ._ops import add_op_namespace_prefix, ops
+from .autograd import call, fake_log_probs
 from .checks import (
     Labels,
     Options,
@@ -221,7 +222,9 @@ def _align(
     options = Options.checked(
         sigma=sigma, delay_penalty=delay_penalty, fastemit_lambda=0.0, clamp=0.0, zero_infinity=False
     )
-    node_lp = ops.log_probs(
+    node_lp = call(
+        ops.log_probs,
+        fake_log_probs,
         with_dense_rows(logits.detach()),
         None if duration_logits is None else with_dense_rows(duration_logits.detach()),
         *labels.tensors,
@@ -230,11 +233,21 @@ def _align(
         options.sigma,
         options.delay_penalty,
     )
-    return ops.align(node_lp, *labels.tensors, durations, vocab)
+    return call(ops.align, _room_of_align, node_lp, *labels.tensors, durations, vocab)
 
 
 # For torch.compile and torch.export.
 @torch.library.register_fake(add_op_namespace_prefix("align"))
-def _(node_lp, targets, logit_lengths, target_lengths, durations, vocab):
+def _fake_align(node_lp, targets, logit_lengths, target_lengths, durations, vocab):
     frames = node_lp.new_empty(targets.shape, dtype=torch.int64)
     return frames, torch.empty_like(frames), node_lp.new_empty((node_lp.shape[0],))
+
+
+def _room_of_align(node_lp, *args):
+    """Its outputs, and the best score and the best arc of every node."""
+    nodes = node_lp.shape[:3]
+    return (
+        _fake_align(node_lp, *args),
+        node_lp.new_empty(nodes, dtype=torch.float64),
+        node_lp.new_empty(nodes, dtype=torch.uint8),
+    )

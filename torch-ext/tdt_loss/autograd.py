@@ -16,7 +16,7 @@ def record_size(num_durations: int) -> int:
     return (3 + num_durations + 3) // 4 * 4
 
 
-def _fake_log_probs(
+def fake_log_probs(
     logits, duration_logits, targets, logit_lengths, target_lengths, blank, num_durations, sigma, delay_penalty
 ):
     return logits.new_empty((*logits.shape[:3], record_size(num_durations)), dtype=_accumulate_dtype(logits))
@@ -56,7 +56,7 @@ def _fake_loss(
     reduction,
 ):
     labels = (targets, logit_lengths, target_lengths)
-    node_lp = _fake_log_probs(logits, duration_logits, *labels, blank, len(durations), sigma, delay_penalty)
+    node_lp = fake_log_probs(logits, duration_logits, *labels, blank, len(durations), sigma, delay_penalty)
     ll, alpha_beta = fake_lattice(node_lp, *labels, durations, None, omega, need_grad)
     loss, weights = fake_reduce(ll, target_lengths, logits, omega, zero_infinity, reduction)
     return loss, node_lp, ll, alpha_beta, weights
@@ -67,12 +67,12 @@ def _fake_gradient(grad_loss, weights, logits, duration_logits, *rest):
     return torch.empty_like(logits), grad_durations
 
 
-def _fake_occupancy(node_lp, ll, alpha_beta, targets, logit_lengths, target_lengths, durations, vocab):
+def fake_occupancy(node_lp, ll, alpha_beta, targets, logit_lengths, target_lengths, durations, vocab):
     shape = (*node_lp.shape[:3], len(durations)) if durations else node_lp.shape[:3]
     return node_lp.new_empty(shape), node_lp.new_empty(shape)
 
 
-def _fake_node_occupancy(node_lp, *rest):
+def fake_node_occupancy(node_lp, *rest):
     return node_lp.new_empty(node_lp.shape[:3])
 
 
@@ -82,19 +82,56 @@ def _fake_in_place(*args):
 
 for _name, _fake in {
     "loss": _fake_loss,
-    "log_probs": _fake_log_probs,
+    "log_probs": fake_log_probs,
     "log_probs_tile_": _fake_in_place,
     "lattice": fake_lattice,
     "reduce": fake_reduce,
     "gradient": _fake_gradient,
     "gradient_": _fake_in_place,
     "gradient_tile_": _fake_in_place,
-    "occupancy": _fake_occupancy,
-    "node_occupancy": _fake_node_occupancy,
+    "occupancy": fake_occupancy,
+    "node_occupancy": fake_node_occupancy,
     "joint_hidden_": _fake_in_place,
     "joint_hidden_backward_": _fake_in_place,
 }.items():
     torch.library.register_fake(add_op_namespace_prefix(_name))(_fake)
+
+# Memory. An exception inside an op reaches Python through the stable ABI as a RuntimeError without its type and its words,
+# and an allocation is the only call of torch there that can fail.
+
+
+def call(op, room, *args):
+    """``op(*args)``; where it gets no memory, with torch's own error: on a GPU torch.OutOfMemoryError. ``room`` of the same
+    arguments allocates as much as the op does: the op's fake, called with real tensors."""
+    if torch.compiler.is_compiling():
+        return op(*args)
+    try:
+        return op(*args)
+    except RuntimeError as error:
+        ask_again(error, room, *args)
+        raise
+
+
+def ask_again(error: RuntimeError, room, *args) -> None:
+    """Asks for the memory from here, where an error keeps its type."""
+    if "API call failed" not in str(error):
+        return
+    try:
+        room(*args)
+    except RuntimeError as own:
+        raise own from None
+
+
+def room_of_lattice(*args):
+    """Its outputs, and what it works in: no more than another alpha and beta."""
+    return fake_lattice(*args), fake_lattice(*args[:-1], True)[1]
+
+
+def _room_of_loss(*args):
+    labels, options = args[2:5], (args[_DURATIONS], None, args[_OMEGA])
+    outputs = _fake_loss(*args)
+    return outputs, fake_lattice(outputs[1], *labels, *options, True)[1]
+
 
 # Autograd: the derivative of `loss` is `gradient`, and `gradient` has none.
 
@@ -125,10 +162,10 @@ def _backward_loss(ctx, grad_loss, *_):
     else:
         arguments = (grad_loss, weights, logits, duration_logits, *saved, *ctx.options)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            grad_logits, grad_durations = ops.gradient(*arguments)  # refuses to be differentiated
+            grad_logits, grad_durations = call(ops.gradient, _fake_gradient, *arguments)  # refuses to be differentiated
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                grad_logits, grad_durations = ops.gradient(*arguments)
+                grad_logits, grad_durations = call(ops.gradient, _fake_gradient, *arguments)
         grads[0] = grad_logits if ctx.needs_input_grad[0] else None
         grads[1] = grad_durations if ctx.needs_input_grad[1] else None
     return tuple(grads)
@@ -154,7 +191,7 @@ class LossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         with torch._C._AutoDispatchBelowAutograd():  # straight to the kernel
-            output = ops.loss(*args)
+            output = call(ops.loss, _room_of_loss, *args)
         _setup_loss(ctx, args, output)
         return output
 
@@ -165,8 +202,9 @@ def loss(*args):
     """``ops.loss`` by the quickest way that differentiates it."""
     need_grad = args[_NEED_GRAD]
     if not need_grad or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return ops.loss(*args)
-    return LossFunction.apply(*args)
+        return call(ops.loss, _room_of_loss, *args)
+    # What `apply` does beside is for functorch, which is not active.
+    return super(torch.autograd.Function, LossFunction).apply(*args)
 
 
 torch.library.register_autograd(add_op_namespace_prefix("loss"), _backward_loss, setup_context=_setup_loss)

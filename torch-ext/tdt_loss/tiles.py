@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._ops import ops
-from .autograd import record_size
+from .autograd import call, fake_node_occupancy, record_size, room_of_lattice
 
 ACTIVATIONS = ("relu", "tanh")  # in the order of tdt_loss_common/joint.h
 
@@ -157,7 +157,8 @@ def fused_forward(inputs: Inputs, p: Problem, need_grad: bool) -> tuple[tuple[Te
             for first, last in joint.tiles(len(nodes)):
                 _, logits = joint.tile(nodes[first:last])
                 ops.log_probs_tile_(logits, nodes[first:last], node_lp, *inputs.labels, *emission)
-        ll, alpha_beta = ops.lattice(node_lp, *inputs.labels, p.durations, p.vocab, p.omega, need_grad)
+        lattice = (node_lp, *inputs.labels, p.durations, p.vocab, p.omega, need_grad)
+        ll, alpha_beta = call(ops.lattice, room_of_lattice, *lattice)
         loss, weights = ops.reduce(ll, inputs.target_lengths, node_lp, p.omega, p.zero_infinity, p.reduction)
         return (loss, node_lp, ll, alpha_beta, weights), rows.total
 
@@ -167,7 +168,7 @@ class _LiveRows:
 
     def __init__(self, inputs: Inputs, p: Problem, saved: Sequence[Tensor]):
         lattice = (p.durations, p.vocab, p.omega, p.fastemit_lambda)
-        occupancy = ops.node_occupancy(*saved, *inputs.labels, *lattice).view(-1)
+        occupancy = call(ops.node_occupancy, fake_node_occupancy, *saved, *inputs.labels, *lattice).view(-1)
         dropped = occupancy <= p.occupancy_threshold  # NaN is not: the gradients of such a sample are NaN
         live = dropped.logical_not().nonzero().squeeze(1)  # the host waits for how many there are
         self.dropped_mass = 2 * torch.where(dropped, occupancy, 0).sum(dtype=torch.float64)

@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Run the quick subset of the suite with the torch of this interpreter on a binary that another torch compiled.
+
+    python tools/check_versions.py --variant cpu --built-against "torch 2.13.0+cpu, g++ 12.2"
+
+The outcome goes into benchmarks/results/abi.json, a row for each variant, torch and device, and all rows into the table
+under "Stable ABI" in README.md. Any torch that the stable ABI of build.toml reaches will do, beside what
+requirements-dev.txt names; words after the options go to pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+RESULTS = REPO / "benchmarks" / "results" / "abi.json"
+README = REPO / "README.md"
+BEGIN, END = "<!-- abi -->", "<!-- /abi -->"
+
+
+def run(variant: str, built_against: str | None, commit: str | None, pytest_arguments: list[str]) -> dict:
+    os.environ["LOCAL_KERNELS"] = f"kernels-community/tdt-loss={REPO}"
+    import torch
+
+    if variant == "cpu":
+        torch.version.cuda = None  # kernels then takes the CPU variant, also where torch is a CUDA build
+    import kernels
+    import pytest
+
+    sys.path.insert(0, str(REPO / "benchmarks"))
+    import record_tests
+
+    outcomes = record_tests.Outcomes()
+    pytest.main([str(REPO / "tests"), "-m", "kernels_ci", *pytest_arguments], plugins=[outcomes])
+    kernel = kernels.get_kernel("kernels-community/tdt-loss", version=1)
+    return {
+        "variant": Path(kernel.__file__).parent.name,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if variant == "cuda" and torch.cuda.is_available() else "CPU",
+        "passed": outcomes.counts["passed"],
+        "failed": outcomes.counts["failed"],
+        "skipped": outcomes.counts["skipped"],
+        "skip_reasons": dict(outcomes.skip_reasons),
+        "binary": kernel.__name__,
+        "built_against": built_against,
+        "python": platform.python_version(),
+        "kernels": record_tests.version("kernels"),
+        "commit": commit or record_tests.commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def place(row: dict) -> tuple[str, list[int], str]:
+    """What a row is about, for there is one for each; and its place in the table."""
+    numbers = [int(part) for part in row["torch"].split("+")[0].split(".")[:2]]
+    return row["variant"], numbers, row["device"]
+
+
+def table(rows: list[dict]) -> str:
+    lines = ["| variant | built against | run with | on | passed | failed | commit | date |", "| --- " * 8 + "|"]
+    for row in rows:
+        variant = row["variant"].removeprefix("torch-stable-abi")
+        cells = [variant, row["built_against"], f"torch {row['torch']}", row["device"], row["passed"], row["failed"]]
+        lines.append("| " + " | ".join(map(str, [*cells, row["commit"], row["date"]])) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", choices=["cpu", "cuda"], required=True, help="the build to load")
+    parser.add_argument("--built-against", help="what the binary was compiled with, kept as given")
+    parser.add_argument("--commit", help="where there is no git checkout")
+    options, pytest_arguments = parser.parse_known_args()
+
+    row = run(options.variant, options.built_against, options.commit, pytest_arguments)
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    rows = sorted([row, *(other for other in rows if place(other) != place(row))], key=place)
+    RESULTS.write_text(json.dumps(rows, indent=2) + "\n")
+    head, _, rest = README.read_text().partition(BEGIN)
+    README.write_text(f"{head}{BEGIN}\n{table(rows)}\n{END}{rest.partition(END)[2]}")
+    print(f"{row['variant']} with torch {row['torch']}: {row['passed']} passed, {row['failed']} failed")
+    return 1 if row["failed"] or not row["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
