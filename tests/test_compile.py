@@ -67,18 +67,10 @@ def test_lengths_are_not_checked_while_compiled(kernel, device):
 
 
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
-every_backend = pytest.mark.parametrize(
-    "backend",
-    [
-        "aot_eager",
-        pytest.param(
-            "inductor",
-            marks=pytest.mark.skipif(
-                not any(map(shutil.which, ("g++", "gcc", "clang"))), reason="inductor needs a C++ compiler"
-            ),
-        ),
-    ],
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "gcc", "clang"))), reason="inductor needs a C++ compiler"
 )
+every_backend = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
 
 
 def make_call(function, device, B=2, T=9, U=6, V=11, H=8):
@@ -123,8 +115,14 @@ def test_no_compilation_per_shape(kernel, device, function, dynamic):
             assert_compiled_has_the_bits_of_eager(compiled, eager, leaves, rest)
 
 
-@every_function
-@every_backend
+@pytest.mark.parametrize(
+    "function, backend",
+    [
+        *((name, "aot_eager") for name in FUNCTIONS),
+        pytest.param("tdt_loss_joint", "inductor", marks=needs_compiler),
+        pytest.param("tdt_loss_fused_joint", "inductor", marks=needs_compiler),
+    ],
+)
 def test_a_compiled_model(kernel, device, function, backend):
     model, inputs = make_model(kernel, function, device=device), make_speech(device=device)
     loss, grads = loss_and_gradients(model, *inputs)
@@ -145,8 +143,10 @@ def test_compiled_alignments(kernel, device, function):
     assert all(map(torch.equal, compiled(*args), eager(*args)))
 
 
-@every_function
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "function, strict",
+    [*((name, False) for name in FUNCTIONS), ("tdt_loss_joint", True), ("tdt_loss_fused_joint", True)],
+)
 def test_export(kernel, device, function, strict):
     """An exported model, kept and read back, takes every shape and gives loss and gradients of the model."""
     model = make_model(kernel, function, device=device)
