@@ -239,6 +239,7 @@ std::tuple<Tensor, Tensor> occupancy(const Tensor& node_lp, const Tensor& ll, co
   const auto D = static_cast<int64_t>(durations.size());
   const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, D);
   check_node_lp(node_lp, D);
+  STD_TORCH_CHECK(ll.dim() == 2, "ll must have 2 dimensions (lattices, B), got ", ll.dim());
   check_saved(batch, static_cast<int>(ll.size(0)), node_lp.scalar_type(), node_lp, ll, alpha_beta);
   std::vector<int64_t> size{batch.B, batch.max_T, batch.max_U1};
   if (!arcs.rnnt) size.push_back(D);
