@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Put the measurements of benchmarks/results/nvidia-h200.json into README.md, and draw them beside it as PNG. Run by `make report`."""
+"""Put the measurements of benchmarks/results/nvidia-h200*.json into README.md, and draw them as PNG. Run by `make report`."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "benchmarks" / "results" / "nvidia-h200.json"
-BEGIN, END = "<!-- report -->", "<!-- /report -->"
+FUSED = RESULTS.with_name("nvidia-h200-fused.json")
 RNNT_APIS = ("rnnt_loss", "rnnt_loss, CUDA graph", "torchaudio")
 LATTICES = {"lattice": "TDT", "rnnt lattice": "RNN-T"}
 
@@ -94,7 +94,10 @@ def omega_table(rows: list[dict]) -> list[str]:
     if not body:
         return []
     names = ["omega 0", "omega 0.1", "ratio", "CUDA graph, omega 0", "omega 0.1", "ratio"]
-    text = "What omega costs, `tdt_loss_joint`: the RNN-T lattice is walked beside the TDT lattice."
+    text = (
+        "What omega costs, `tdt_loss_joint`: the RNN-T lattice is walked beside the TDT lattice, and backward reads the rows that "
+        "have occupancy in either; of random logits RNN-T leaves few without."
+    )
     return ["", text, "", *markdown([*PLACE[:3], *names], body)]
 
 
@@ -106,6 +109,28 @@ def lattice_lines(rows: list[dict]) -> list[str]:
             shapes = "; ".join(f"{', '.join(map(str, row['shape'][:3]))}: {row['ms']:.3g} ms" for row in lattices)
             lines += ["", f"The lattice of {transducer} alone, alpha and beta, B, T, U: {shapes}."]
     return lines
+
+
+def fused_table(rows: list[dict]) -> str:
+    """Joint network and loss, fused beside unfused."""
+    body = []
+    for row in rows:
+        if "rows" not in row or "tiles of" in row["case"]:
+            continue
+        live = f"{row['live_rows'] / row['rows']:.0%}" if "live_rows" in row else "100%"
+        memory = f"{row['peak_extra_bytes'] / 2**30:.2f}"
+        shape = ", ".join(map(str, row["shape"]))
+        body.append(
+            [row["case"], shape, row["api"], row["lattice"], live, f"{row['ms']:.4g}", memory, f"{row['tflops']:.0f}"]
+        )
+    first = rows[0]
+    text = (
+        f"Forward and backward of joint network and loss on one {first['gpu']} (PyTorch {first['torch']}, commit {first['commit']}, "
+        f"{first['date']}), bfloat16, H = 640, relu. Live: the rows that backward computes; TFLOP/s: 8 rows H (V + D) over the time, "
+        "whether computed or left out."
+    )
+    names = ["case", "B, T, U, V + D", "", "lattice", "live", "ms", "peak GiB", "TFLOP/s"]
+    return "\n".join([text, "", *markdown(names, body)])
 
 
 def report(rows: list[dict]) -> str:
@@ -149,12 +174,18 @@ def plot(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def put(text: str, marker: str, content: str) -> str:
+    """The text with what stands between two markers replaced."""
+    begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
+    head, tail = text.split(begin)[0], text.split(end)[1]
+    return f"{head}{begin}\n{content}\n{end}{tail}"
+
+
 def main() -> None:
     rows = json.loads(RESULTS.read_text())
     readme = REPO / "README.md"
-    text = readme.read_text()
-    head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    readme.write_text(f"{head}{BEGIN}\n{report(rows)}\n{END}{tail}")
+    text = put(readme.read_text(), "report", report(rows))
+    readme.write_text(put(text, "fused", fused_table(json.loads(FUSED.read_text()))))
     plot(rows, RESULTS.with_suffix(".png"))
 
 

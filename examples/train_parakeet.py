@@ -2,11 +2,15 @@
 
     make train                    builds the kernel first; ARGS="--seed 1" passes options on
     LOCAL_KERNELS="kernels-community/tdt-loss=$PWD" python examples/train_parakeet.py --seed 1
+    LOCAL_KERNELS="kernels-community/tdt-loss=$PWD" torchrun --nproc-per-node 2 examples/train_parakeet.py
 
 Features and model are transformers' own; the loss is the kernel that `kernels.get_kernel` resolves, and there is no
 other: a kernel that does not load ends the run. The trained model then writes down what it hears with `model.generate`.
 The exit status is 0 when it hears every word right, and then its weights are kept for align_parakeet.py. This is a check
 that the loss trains, not a recipe for speech recognition: five sentences are learnt by heart.
+
+Under torchrun every process trains on its part of the recordings, on a GPU of its own or on the CPU. Gradients are those of the
+mean loss of all recordings (`loss_weight`), but for batch norm, whose statistics are those of each process's own.
 """
 
 from __future__ import annotations
@@ -16,10 +20,8 @@ import os
 import sys
 import time
 import wave
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 # Read when torch is imported. Its threads otherwise spin while they wait for one another, as the LSTM has them do at every label:
 # 10 s a step instead of 0.9 s on two cores of which another process holds one.
@@ -28,9 +30,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import jiwer
 import numpy as np
 import torch
+import torch.distributed as dist
 from fused_parakeet import use_fused_loss
 from kernels import get_kernel
 from matplotlib.figure import Figure
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from transformers import ParakeetEncoderConfig, ParakeetFeatureExtractor, ParakeetForTDT, ParakeetTDTConfig
 
@@ -134,34 +138,33 @@ def build_model(vocabulary: Vocabulary, durations: tuple[int, ...] = (0, 1, 2, 3
     return model
 
 
-def kernel_loss(kernel: ModuleType) -> Callable[..., torch.Tensor]:
-    """`kernel.tdt_loss` under the argument names with which `ParakeetForTDT.forward` calls its `loss_function`."""
+def join_processes(device: torch.device) -> torch.device:
+    """Under torchrun, meet the other processes; returns the device of this one."""
+    if not dist.is_torchelastic_launched():
+        return device
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
 
-    def loss_function(
-        token_logits: torch.Tensor,  # (B, T, U + 1, V)
-        duration_logits: torch.Tensor,  # (B, T, U + 1, D)
-        labels: torch.Tensor,  # (B, U)
-        logit_lengths: torch.Tensor,  # (B,)
-        label_lengths: torch.Tensor,  # (B,)
-        blank_token_id: int,
-        durations: list[int],
-        sigma: float = 0.0,
-        reduction: str = "mean",
-        **kwargs: object,
-    ) -> torch.Tensor:
-        return kernel.tdt_loss(
-            token_logits,
-            duration_logits,
-            labels,
-            logit_lengths,
-            label_lengths,
-            blank_token_id,
-            durations,
-            sigma,
-            reduction,
-        )
 
-    return loss_function
+def sum_over_processes(value: float | torch.Tensor, device: torch.device) -> float:
+    total = torch.as_tensor(value, dtype=torch.float64).to(device, copy=True)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.item()
+
+
+def loss_weight(samples: int, device: torch.device) -> float:
+    """What this process's mean loss over its `samples` is to be multiplied by.
+
+    DistributedDataParallel takes the mean of the processes' gradients, each process alike. With this weight it is the gradient of
+    the mean over the samples of all processes, however many each has. (A loss per label wants `reduction="sum"`, times the
+    number of processes, over the labels of all: what README says under "Several GPUs".)
+    """
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    return samples * processes / sum_over_processes(samples, device)
 
 
 def train(
@@ -174,24 +177,29 @@ def train(
 ) -> list[float]:
     """Train on one batch until the loss falls below `target_loss`, for at most `steps` steps.
 
-    AdamW, the learning rate warmed up over 10 steps, gradients clipped to a norm of 1.
+    AdamW, the learning rate warmed up over 10 steps, gradients clipped to a norm of 1. Of several processes each has its part
+    of the batch, and all take the same steps.
 
     Returns:
-        The loss of every step, in nats per label (`reduction="mean"`).
+        The loss of every step, in nats per label (`reduction="mean"`), over the samples of all processes.
     """
+    device = batch["labels"].device
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    replica = DistributedDataParallel(model) if dist.is_initialized() else model
+    weight = loss_weight(len(batch["labels"]), device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     losses: list[float] = []
     model.train()
     with tqdm(total=steps, desc="training", unit="step", disable=not progress) as bar:
         while len(losses) < steps and (not losses or losses[-1] >= target_loss):
-            loss = model(**batch).loss
+            loss = weight * replica(**batch).loss
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            losses.append(loss.item())
+            losses.append(sum_over_processes(loss.detach(), device) / processes)
             bar.update()
             bar.set_postfix(loss=f"{losses[-1]:.4f}")
     return losses
@@ -260,33 +268,41 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Train, transcribe, report; returns 0 when every word is right."""
     args = parse_args(argv)
-    device = torch.device(args.device)
+    device = join_processes(torch.device(args.device))
+    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     kernel = get_kernel(REPO_ID, version=VERSION)
 
     waveforms, said = load_speech(args.speech)
     vocabulary = Vocabulary.of(said)
-    batch = make_batch(waveforms, said, vocabulary, device)
+    if processes > len(said):
+        raise ValueError(f"{processes} processes need a recording each, got {len(said)}")
+    batch = make_batch(waveforms[rank::processes], said[rank::processes], vocabulary, device)
     torch.manual_seed(args.seed)
     model = build_model(vocabulary).to(device)
     if args.fused:
         use_fused_loss(model, kernel)
     else:
-        model.loss_function = kernel_loss(kernel)
+        model.loss_function = kernel.parakeet_tdt_loss
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     seconds = sum(map(len, waveforms)) / SAMPLING_RATE
-    print(f"device  {device} ({name})")
-    print(f"loss    {REPO_ID} version {VERSION}, from {Path(kernel.__file__).parent}")
-    print(f"model   {type(model).__name__}, {parameters / 1e6:.2f} million parameters, seed {args.seed}")
-    print(f"data    {len(said)} sentences, {seconds:.1f} s of speech, {len(vocabulary.characters)} characters")
+    if rank == 0:
+        print(f"device  {device} ({name}), {processes} process{'es' * (processes > 1)}")
+        print(f"loss    {REPO_ID} version {VERSION}, from {Path(kernel.__file__).parent}")
+        print(f"model   {type(model).__name__}, {parameters / 1e6:.2f} million parameters, seed {args.seed}")
+        print(f"data    {len(said)} sentences, {seconds:.1f} s of speech, {len(vocabulary.characters)} characters")
 
     start = time.perf_counter()
-    losses = train(model, batch, args.steps, args.target_loss, args.learning_rate)
+    losses = train(model, batch, args.steps, args.target_loss, args.learning_rate, progress=rank == 0)
     wall = time.perf_counter() - start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank > 0:
+        return 0  # the first process reads everything back
     print(f"trained {len(losses)} steps in {wall:.1f} s; loss {losses[0]:.3f} -> {losses[-1]:.5f}\n")
 
-    heard = transcribe(model, batch, vocabulary)
+    heard = transcribe(model, make_batch(waveforms, said, vocabulary, device), vocabulary)
     for truth, guess in zip(said, heard):
         print(f"said    {truth}\nheard   {guess}\n")
     plot_losses(

@@ -110,6 +110,15 @@ struct Batch {
     const int64_t y = targets.at(b, u);
     return y >= 0 && y < V ? static_cast<int>(y) : -1;
   }
+
+  // Lengths inside the tensor and every label a token. On the GPU the threads of a block share the labels out instead.
+  bool well_formed(int b) const {
+    const Extent e = extent(b);
+    for (int u = 0; u < e.U; ++u) {
+      if (label(b, u) < 0) return false;
+    }
+    return e.ok;
+  }
 };
 
 // The nodes whose rows are worked on: all of the batch in their order, or those of a tile, a list.

@@ -11,19 +11,12 @@
 namespace tdt {
 namespace {
 
-bool well_formed(const Batch& batch, const Extent& extent, int b) {
-  for (int u = 0; u < extent.U; ++u) {
-    if (batch.label(b, u) < 0) return false;
-  }
-  return extent.ok;
-}
-
 // Writes frames and durations (U,) of sample b, -1 before, and returns its score.
 template <typename Acc>
 double align_sample(const Batch& batch, const Arcs& arcs, const Acc* node_lp, int b, int64_t* frames,
                     int64_t* durations) {
   const Extent extent = batch.extent(b);
-  if (!well_formed(batch, extent, b)) return NAN;
+  if (!batch.well_formed(b)) return NAN;
   if (extent.T == 0) return -INFINITY;
   const size_t size = static_cast<size_t>(lattice_index(extent, extent.T, 0));
   std::vector<double> best(size);

@@ -33,7 +33,7 @@ class Sample {
   // eq. 4, pushed: when (t, u) is visited all that enters it has been added, since every arc raises t + u and leads to
   // a later frame or, in the same frame, to the right.
   void alpha(double* out) {
-    if (!well_formed()) return;
+    if (!batch_.well_formed(b_)) return;
     std::vector<Scaled> alpha(size(), scaled_zero());
     if (!alpha.empty()) alpha[0] = scaled_one();
     for (int t = 0; t < extent_.T; ++t) {
@@ -55,7 +55,7 @@ class Sample {
 
   // eq. 5 and 6. Returns LL; `out` may be null.
   double beta(double* out) {
-    if (!well_formed()) return kMalformed;
+    if (!batch_.well_formed(b_)) return kMalformed;
     if (extent_.T == 0) return -INFINITY;
     std::vector<Scaled> beta(size(), scaled_zero());
     bool nan = false;
@@ -81,13 +81,6 @@ class Sample {
   }
 
  private:
-  bool well_formed() const {
-    for (int u = 0; u < extent_.U; ++u) {
-      if (batch_.label(b_, u) < 0) return false;
-    }
-    return extent_.ok;
-  }
-
   size_t size() const { return static_cast<size_t>(extent_.T) * (extent_.U + 1); }
   size_t index(int t, int u) const { return static_cast<size_t>(t) * (extent_.U + 1) + u; }
   Weights weights(int t, int u) const { return {node_lp_ + batch_.node(b_, t, u) * record_size(batch_.D), arcs_}; }

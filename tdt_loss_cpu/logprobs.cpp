@@ -79,7 +79,8 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, cons
       Acc* result = row_for(grad_x, batch.V, buffer);  // may be x: nothing of x is read afterwards
       row_softmax(x, result, batch.V, occupied.record[kLse], G_both * scale);  // eq. 8
       result[shaping.blank] -= G.blank * scale;
-      if (at.u < extent.U) result[batch.label(at.b, at.u)] -= G.label * scale;
+      const int y = at.u < extent.U ? batch.label(at.b, at.u) : -1;
+      if (y >= 0) result[y] -= G.label * scale;
       if (limit < INFINITY) row_clamp(result, batch.V, limit);
       store_row(result, grad_x, batch.V);
     }

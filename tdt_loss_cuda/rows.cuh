@@ -12,6 +12,18 @@
 
 namespace tdt::cuda {
 
+constexpr int kRowBlock = 256;  // threads of a block that works on rows
+
+// Blocks of a row kernel per multiprocessor to compile for: 32 warps, which leaves 64 registers a thread. float64 needs
+// more.
+template <typename S>
+constexpr int kRowBlocks = sizeof(S) == 8 ? 2 : 4;
+
+template <typename S>
+bool is_short_row(int V) {
+  return V * static_cast<int64_t>(sizeof(S)) < 8192;
+}
+
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ double widen(double x) { return x; }
 __device__ __forceinline__ float widen(Half x) { return __half2float(__ushort_as_half(x.x)); }

@@ -239,6 +239,17 @@ class Outcome:
     occupancy: tuple | None = None  # (blank, label), where it was asked for
 
 
+def autograd_nodes(loss):
+    """The names of all nodes that lead to the loss."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return {node.name() for node in seen}
+
+
 def call(kernel, batch, logits, reduction="none", **options):
     """One call on one tensor (RNN-T or joint, as the batch has it) or on two, with the batch's own options beside the given ones."""
     options = {**batch.options, **options}

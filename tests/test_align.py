@@ -289,15 +289,6 @@ def test_the_op_checks_its_arguments(kernel, device):
         run(kernel, batch.replace(durations=(0, -1, 2)), node_lp)
 
 
-@pytest.mark.parametrize("durations", [(), (0, 1, 2)])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_opcheck(kernel, device, durations, index_dtype):
-    batch = make_batch(durations=durations, B=3, T=9, U=4, index_dtype=index_dtype, device=device, **LENGTHS)
-    node_lp = make_node_lp(batch, torch.float32)
-    args = (node_lp, *batch.lengths, list(durations), batch.token_logits.shape[-1])
-    torch.library.opcheck(kernel.align.ops.align.default, args)
-
-
 # The functions
 
 

@@ -713,58 +713,6 @@ def test_compiled_equals_eager(kernel, device, fresh_dynamo, durations, dropout)
         assert name == "decoder" or same_bits(leaf.grad, eager.grads[name])
 
 
-def test_compiled_once_for_every_shape(kernel, device, fresh_dynamo):
-    compiled = torch.compile(kernel.tdt_loss_fused_joint, fullgraph=True, dynamic=True, backend="aot_eager")
-    for T, U in ((9, 6), (12, 7), (30, 2)):  # no two sizes of the first call alike
-        problem = make_problem(T=T, U=U, device=device)
-        call = (*problem.operands, *problem.labels, problem.blank, [0, 1, 2, 3])
-        with torch._dynamo.config.patch(error_on_recompile=T > 9):
-            assert same_bits(compiled(*call), kernel.tdt_loss_fused_joint(*call))
-
-
-@pytest.mark.parametrize("options", [(), ("dropout",), ("float16",)])
-def test_opcheck(kernel, device, options):
-    dtype = torch.float16 if "float16" in options else torch.float32
-    problem = make_problem(B=2, T=6, U=3, dtype=dtype, device=device)
-    ops = kernel.loss.ops
-    dropout, seed = (0.3, torch.tensor(5)) if "dropout" in options else (0.0, None)
-    leaves = [x.requires_grad_() for x in problem.operands]
-    inputs = (*leaves, *problem.labels, *problem.labels[1:], seed)
-    scalars = (
-        problem.blank,
-        problem.vocab,
-        [0, 1, 2, 3],
-        0.05,
-        0.1,
-        0.0,
-        0.1,
-        0.2,
-        True,
-        3,
-        0,
-        dropout,
-        1 << 12,
-        0.0,
-        dtype,
-    )
-    torch.library.opcheck(ops.fused_loss.default, (*inputs, *scalars, True))
-    with torch.no_grad():
-        loss, *saved = ops.fused_loss(*inputs, *scalars, True)
-        wanted = [True, False, True, True]
-        torch.library.opcheck(ops.fused_gradient.default, (torch.ones_like(loss), *inputs, *saved, *scalars, wanted))
-        lattice = ([0, 1, 2, 3], problem.vocab, 0.0, 0.1)
-        torch.library.opcheck(ops.node_occupancy.default, (*saved[:3], *problem.labels, *lattice))
-
-        nodes = torch.arange(0, 48, 3, dtype=torch.int32, device=device)
-        hidden = torch.randn(16, 24, dtype=dtype, device=device)
-        layer = (problem.encoder.detach(), problem.decoder.detach(), nodes, 1, dropout, 5)
-        torch.library.opcheck(ops.joint_hidden_.default, (hidden, *layer))
-        rows = torch.full((48,), -1, dtype=torch.int32, device=device)
-        rows[nodes.long()] = torch.arange(16, dtype=torch.int32, device=device)
-        sums = [torch.zeros_like(x, dtype=torch.float32) for x in layer[:2]]
-        torch.library.opcheck(ops.joint_hidden_backward_.default, (*sums, hidden, *layer, rows, 0))
-
-
 # Errors
 
 

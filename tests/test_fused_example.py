@@ -70,7 +70,7 @@ def test_loss_and_gradients_of_the_model(kernel, model, speech, vocabulary, monk
 
 
 def test_rnnt_model(kernel, model, speech, vocabulary):
-    """The RNN-T sibling: what its own forward gives through `rnnt_loss` of the kernel."""
+    """The RNN-T sibling: what its own forward gives through the kernel."""
     names = (
         "vocab_size",
         "decoder_hidden_size",
@@ -84,9 +84,7 @@ def test_rnnt_model(kernel, model, speech, vocabulary):
     rnnt = ParakeetForRNNT(config).train()
     batch = train_parakeet.make_batch(*speech, vocabulary)
     batch["labels"][batch["labels"] == train_parakeet.PAD] = vocabulary.blank  # how this model marks padding
-    rnnt.loss_function = lambda logits, labels, logit_lengths, label_lengths, blank_token_id, **_: kernel.rnnt_loss(
-        logits, labels, logit_lengths, label_lengths, blank_token_id
-    )
+    rnnt.loss_function = kernel.parakeet_rnnt_loss
     their_output, theirs = loss_and_gradients(rnnt, batch)
     use_fused_loss(rnnt, kernel)
     our_output, ours = loss_and_gradients(rnnt, batch)

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from conftest import assert_matches, loss_and_grads, make_batch, same_bits
+from conftest import assert_matches, autograd_nodes, loss_and_grads, make_batch, same_bits
 
 
 def test_what_the_kernels_library_asks_of_a_layer(kernel):
@@ -108,13 +108,7 @@ def test_slices_of_a_joint_tensor_need_no_tensor_of_zeros(kernel, device):
     batch = make_batch(B=2, T=6, U=3, device=device)
     joint = batch.joint_args[0].detach().requires_grad_() * 1.0
     loss = layer_loss(kernel, batch, *slices(joint, 3))
-    seen, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [following for following, _ in node.next_functions]
-    assert not any(node.name() == "SliceBackward0" for node in seen)
+    assert "SliceBackward0" not in autograd_nodes(loss)
 
 
 @pytest.mark.parametrize(
@@ -150,3 +144,31 @@ def test_a_joint_tensor_changed_in_place_after_the_cut(kernel, device):
     expected = batch.joint_args[0].detach().requires_grad_()
     kernel.tdt_loss_joint(expected * 2.0, *batch.joint_args[1:]).backward()
     torch.testing.assert_close(leaf.grad, expected.grad)
+
+
+def grads_of_a_linear_layer(batch, cut, function):
+    """The loss of what `cut` makes of a linear layer's output, and the gradient of the layer's input."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(5, batch.joint.shape[-1]).to(batch.joint.device)
+    hidden = torch.randn(*batch.joint.shape[:3], 5, device=batch.joint.device, requires_grad=True)
+    loss = function(*cut(head(hidden)), *batch.joint_args[1:])
+    names = autograd_nodes(loss)
+    loss.backward()
+    return loss.detach(), hidden.grad, names
+
+
+@pytest.mark.parametrize(
+    ("cut", "joint"),
+    [
+        pytest.param(lambda logits: slices(logits.squeeze(2), 3), True, id="as Parakeet cuts"),
+        pytest.param(lambda logits: slices(logits.flip(1), 3), True, id="a copy of it"),
+        pytest.param(lambda logits: slices(logits.transpose(1, 2).transpose(1, 2), 3), False, id="another view"),
+    ],
+)
+def test_slices_of_what_a_linear_layer_gives(kernel, device, cut, joint):
+    batch = make_batch(B=2, T=6, U=3, V=9, device=device)
+    loss, grad, names = grads_of_a_linear_layer(batch, cut, kernel.layers.TDTLoss())
+    expected_loss, expected_grad, _ = grads_of_a_linear_layer(batch, cut, kernel.tdt_loss)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-6)
+    assert ("SliceBackward0" not in names) is joint

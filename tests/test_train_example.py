@@ -61,7 +61,7 @@ def test_loss_and_gradients_equal_those_of_transformers(kernel, model, speech, v
     batch = train_parakeet.make_batch(*speech, vocabulary)
     model.train()
     their_loss, theirs = loss_and_gradients(model, batch)
-    model.loss_function = train_parakeet.kernel_loss(kernel)
+    model.loss_function = kernel.parakeet_tdt_loss
     our_loss, ours = loss_and_gradients(model, batch)
     assert our_loss == pytest.approx(their_loss, rel=1e-6)
     total = torch.stack([gradient.norm() for gradient in theirs.values()]).norm()
@@ -74,7 +74,7 @@ def test_loss_and_gradients_equal_those_of_transformers(kernel, model, speech, v
 
 def test_the_loss_falls(kernel, device, model, speech, vocabulary):
     batch = train_parakeet.make_batch(*speech, vocabulary, device)
-    model.to(device).loss_function = train_parakeet.kernel_loss(kernel)
+    model.to(device).loss_function = kernel.parakeet_tdt_loss
     losses = train_parakeet.train(model, batch, steps=10, progress=False)
     assert len(losses) == 10
     assert losses[-1] < 0.9 * losses[0]
@@ -82,7 +82,7 @@ def test_the_loss_falls(kernel, device, model, speech, vocabulary):
 
 def test_training_stops_at_the_target_loss(kernel, model, speech, vocabulary):
     batch = train_parakeet.make_batch(*speech, vocabulary)
-    model.loss_function = train_parakeet.kernel_loss(kernel)
+    model.loss_function = kernel.parakeet_tdt_loss
     losses = train_parakeet.train(model, batch, steps=10, target_loss=1e3, progress=False)
     assert len(losses) == 1
 

@@ -180,6 +180,7 @@ class Variant:
     ops_name: str  # Python module, op namespace and metadata id of this build
     units: list[Unit]
     archs: list[str]
+    extra_flags: list[str]
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -269,7 +270,9 @@ def content_hash(source: Path, include_dirs: list[Path]) -> str:
     return hash_of(sorted(seen.values()))
 
 
-def plan(project: Project, tools: Toolchain, backend: str, archs: list[str], work: Path) -> Variant:
+def plan(
+    project: Project, tools: Toolchain, backend: str, archs: list[str], extra_flags: list[str], work: Path
+) -> Variant:
     """What has to be compiled for one backend, and how."""
     major, minor = release(project.stable_abi[backend])
     defines = [
@@ -306,7 +309,7 @@ def plan(project: Project, tools: Toolchain, backend: str, archs: list[str], wor
                 ]
                 local = ["-ccbin", tools.cxx, "--threads=2", f"-Xcompiler={','.join(maps)}", *places]
             else:
-                flags = [*common, *host, *section.get("cxx-flags", [])]
+                flags = [*common, *host, *section.get("cxx-flags", []), *extra_flags]
                 local = [*maps, *places]
             units.append(
                 Unit(
@@ -328,7 +331,7 @@ def plan(project: Project, tools: Toolchain, backend: str, archs: list[str], wor
 
     tag = tools.cuda_tag if backend == "cuda" else "cpu"
     folder = f"torch-stable-abi{major}{minor}-{tag}-{platform.machine()}-linux"
-    return Variant(backend, folder, ops_name, units, archs if backend == "cuda" else [])
+    return Variant(backend, folder, ops_name, units, archs if backend == "cuda" else [], extra_flags)
 
 
 def gencode_of(arch: str) -> Iterator[str]:
@@ -396,7 +399,7 @@ def link(variant: Variant, tools: Toolchain, work: Path, verbose: bool) -> Path:
     if variant.backend == "cuda":
         command = [str(tools.nvcc), "-ccbin", tools.cxx, "-cudart=shared", *(f"-Xlinker={word}" for word in linker)]
     else:
-        command = [tools.cxx, *(f"-Wl,{word}" for word in linker)]
+        command = [tools.cxx, *variant.extra_flags, *(f"-Wl,{word}" for word in linker)]
     command += ["-shared", *(str(unit.output) for unit in variant.units), f"-L{tools.torch}/lib", "-ltorch"]
     output = work / "objects" / f"{hash_of([command, tools.cxx_version, EXPORTS])}.so"
     if output.exists():
@@ -417,7 +420,7 @@ def digest(folder: Path) -> dict[str, str]:
     return files
 
 
-def assemble(project: Project, variant: Variant, library: Path, work: Path) -> None:
+def assemble(project: Project, variant: Variant, library: Path, work: Path, output: Path) -> None:
     """Lay the variant out aside, and put it in place if it differs from what is there."""
     stage = work / "stage"
     shutil.rmtree(stage, ignore_errors=True)
@@ -438,19 +441,19 @@ def assemble(project: Project, variant: Variant, library: Path, work: Path) -> N
     text = json.dumps(metadata, indent=2) + "\n"
     (stage / "metadata.json").write_text(text)
 
-    target = project.root / "build" / variant.folder
+    target = output / variant.folder
     old_metadata = target / "metadata.json"
     if old_metadata.is_file() and old_metadata.read_text() == text and digest(target) == metadata["digest"]["files"]:
-        print(f"build/{variant.folder}: up to date")
+        print(f"{target.parent.name}/{variant.folder}: up to date")
         return
-    target.parent.mkdir(exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
         old = work / "old"
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     stage.rename(target)
     shutil.rmtree(work / "old", ignore_errors=True)
-    print(f"build/{variant.folder}: built")
+    print(f"{target.parent.name}/{variant.folder}: built")
 
 
 @contextmanager
@@ -490,11 +493,13 @@ def build(args: argparse.Namespace) -> None:
     with locked(work):
         (work / "objects").mkdir(exist_ok=True)
         write_if_changed(work / "include" / "registration.h", REGISTRATION_H)
-        variants = [plan(project, tools, backend, args.cuda_archs, work) for backend in backends]
+        variants = [
+            plan(project, tools, backend, args.cuda_archs, args.cxx_flags.split(), work) for backend in backends
+        ]
         compile_all((unit for variant in variants for unit in variant.units), root, args.jobs, args.verbose)
         libraries = [link(variant, tools, work, args.verbose) for variant in variants]
         for variant, library in zip(variants, libraries):
-            assemble(project, variant, library, work)
+            assemble(project, variant, library, work, args.output or root / "build")
         drop_old_objects(work)
 
 
@@ -510,6 +515,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--root", type=Path, default=Path(__file__).parent.parent, help="the folder that holds build.toml"
     )
+    parser.add_argument(
+        "--cxx-flags", default="", metavar="FLAGS", help="more flags for the C++ compiler and its linker, in one word"
+    )
+    parser.add_argument("--output", type=Path, help="the folder that gets the variants (default: build)")
     parser.add_argument("--verbose", action="store_true", help="print every compiler command")
     parser.add_argument("--clean", action="store_true", help="remove everything built, and build nothing")
     try:

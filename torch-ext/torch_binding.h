@@ -178,6 +178,14 @@ void dense_gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_d
   gradient_into<Backend>(grad_logits, grad_durations, logits, duration_logits, batch, {batch.nodes(), nullptr}, a);
 }
 
+// Room for a gradient, with the strides of the logits. Where the elements of these overlap, torch may order the
+// dimensions in another way; rows must stay dense.
+inline Tensor gradient_like(const Tensor& logits) {
+  Tensor grad = torch::stable::empty_like(logits);
+  if (grad.stride(3) == 1 || grad.size(3) == 1) return grad;
+  return empty_on(logits, {logits.size(0), logits.size(1), logits.size(2), logits.size(3)}, logits.scalar_type());
+}
+
 // The gradients as new tensors; for joint logits the second is (0,).
 template <class Backend>
 std::tuple<Tensor, Tensor> gradient(const Tensor& grad_loss, const Tensor& weights, const Tensor& logits,
@@ -185,9 +193,11 @@ std::tuple<Tensor, Tensor> gradient(const Tensor& grad_loss, const Tensor& weigh
                                     const Tensor& logit_lengths, const Tensor& target_lengths, const Tensor& node_lp,
                                     const Tensor& ll, const Tensor& alpha_beta, int64_t blank,
                                     const DurationList& durations, double omega, double fastemit_lambda, double clamp) {
-  Tensor grad_logits = torch::stable::empty_like(logits);
+  const auto D = static_cast<int64_t>(durations.size());
+  check_logits(logits, duration_logits, D, vocab_of(logits, duration_logits, D), blank);
+  Tensor grad_logits = gradient_like(logits);
   OptionalTensor grad_durations;
-  if (duration_logits) grad_durations = torch::stable::empty_like(*duration_logits);
+  if (duration_logits) grad_durations = gradient_like(*duration_logits);
   dense_gradient_into<Backend>(grad_logits, grad_durations, logits, duration_logits,
                                {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, ll, alpha_beta,
                                 blank, durations, omega, fastemit_lambda, clamp});
@@ -229,6 +239,7 @@ std::tuple<Tensor, Tensor> occupancy(const Tensor& node_lp, const Tensor& ll, co
   const auto D = static_cast<int64_t>(durations.size());
   const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, D);
   check_node_lp(node_lp, D);
+  STD_TORCH_CHECK(ll.dim() == 2, "ll must have 2 dimensions (lattices, B), got ", ll.dim());
   check_saved(batch, static_cast<int>(ll.size(0)), node_lp.scalar_type(), node_lp, ll, alpha_beta);
   std::vector<int64_t> size{batch.B, batch.max_T, batch.max_U1};
   if (!arcs.rnnt) size.push_back(D);

@@ -6,6 +6,7 @@ from .forward import Occupancy
 from .fused import FusedStats, rnnt_loss_fused_joint, tdt_loss_fused_joint
 from .loss import tdt_loss, tdt_loss_joint
 from .rnnt import rnnt_loss
+from .transformers_loss import parakeet_rnnt_loss, parakeet_tdt_loss
 
 __all__ = [
     "FusedStats",
@@ -13,6 +14,8 @@ __all__ = [
     "RNNTAlignment",
     "TDTAlignment",
     "layers",
+    "parakeet_rnnt_loss",
+    "parakeet_tdt_loss",
     "rnnt_align",
     "rnnt_loss",
     "rnnt_loss_fused_joint",

@@ -70,7 +70,7 @@ def tdt_align(
         target_lengths: (B,) labels of each sample, in [0, U]; any integer dtype, any device.
         blank_token_id: the blank's column, in [-V, V); negative counts from the end.
         durations: the D durations in frames, in the order of the columns: non-negative, at least one positive, at most 64.
-        sigma: logit under-normalisation in nats, subtracted from every token log-probability. It weighs against alignments of
+        sigma: logit under-normalisation in nats, subtracted from every token log-probability, at most 1e4 in size. It weighs against alignments of
             many arcs.
         delay_penalty: in nats per frame, at most 1e4 in size: ``delay_penalty * ((T_b - 1) / 2 - t)`` is added to the
             log-probability of a label at frame t, so that a positive value favours early labels
@@ -175,7 +175,8 @@ def rnnt_align(
         logit_lengths: (B,) frames of each sample, in [0, T]; any integer dtype, any device.
         target_lengths: (B,) labels of each sample, in [0, U]; any integer dtype, any device.
         blank_token_id: the blank's column, in [-V, V); negative counts from the end.
-        sigma: in nats, subtracted from every log-probability. Every alignment has T + U arcs, so it changes the score alone.
+        sigma: in nats, at most 1e4 in size, subtracted from every log-probability. Every alignment has T + U arcs, so it changes the
+            score alone.
         delay_penalty: in nats per frame, at most 1e4 in size: ``delay_penalty * ((T_b - 1) / 2 - t)`` is added to the
             log-probability of a label at frame t, so that a positive value favours early labels
             (https://arxiv.org/abs/2211.00490). The score contains it.

@@ -62,9 +62,14 @@ def _fake_loss(
     return loss, node_lp, ll, alpha_beta, weights
 
 
+def _gradient_like(logits):
+    grad = torch.empty_like(logits)
+    return grad if grad.stride(3) == 1 or grad.shape[3] == 1 else logits.new_empty(logits.shape)
+
+
 def _fake_gradient(grad_loss, weights, logits, duration_logits, *rest):
-    grad_durations = logits.new_empty((0,)) if duration_logits is None else torch.empty_like(duration_logits)
-    return torch.empty_like(logits), grad_durations
+    grad_durations = logits.new_empty((0,)) if duration_logits is None else _gradient_like(duration_logits)
+    return _gradient_like(logits), grad_durations
 
 
 def fake_occupancy(node_lp, ll, alpha_beta, targets, logit_lengths, target_lengths, durations, vocab):
@@ -211,7 +216,8 @@ def loss(*args):
     need_grad = args[_NEED_GRAD]
     if not need_grad or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return call(ops.loss, _room_of_loss, *args)
-    return LossFunction.apply(*args)
+    # What `apply` does beside is for functorch, which is not active.
+    return super(torch.autograd.Function, LossFunction).apply(*args)
 
 
 torch.library.register_autograd(add_op_namespace_prefix("loss"), _backward_loss, setup_context=_setup_loss)

@@ -16,10 +16,14 @@ from torch import Tensor
 
 REDUCTIONS = ("none", "sum", "mean_batch", "mean", "mean_volume")  # in the order of tdt_loss_common/reduction.h
 MAX_DURATIONS = 64
-MAX_DELAY_PENALTY = 1e4  # nats a frame: keeps every path inside what the lattice can represent
+# Nats an arc, nats a frame: keeps every path inside what the lattice can represent.
+MAX_SIGMA = 1e4
+MAX_DELAY_PENALTY = 1e4
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MOST_FRAMES = 2**31 - 1
 _NATIVE_INTS = (torch.int32, torch.int64)  # what the kernels read as it is
+_OTHER_INTS = (torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 def check_reduction(reduction: str) -> int:
@@ -30,9 +34,21 @@ def check_reduction(reduction: str) -> int:
 
 
 def check_number(name: str, value: float) -> float:
+    if type(value) is float:  # nearly always, and isinstance with an abstract class takes a microsecond
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that a float can hold") from None
+
+
+def _within(name: str, value: float, limit: float) -> float:
+    value = check_number(name, value)
+    if not -limit <= value <= limit:
+        raise ValueError(f"{name} must be in [-{limit:g}, {limit:g}], got {value}")
+    return value
 
 
 class Options(NamedTuple):
@@ -56,10 +72,9 @@ class Options(NamedTuple):
         clamp: float,
         zero_infinity: bool,
     ) -> "Options":
-        omega, fastemit_lambda, clamp = (
-            check_number(name, value)
-            for name, value in (("omega", omega), ("fastemit_lambda", fastemit_lambda), ("clamp", clamp))
-        )
+        omega = check_number("omega", omega)
+        fastemit_lambda = check_number("fastemit_lambda", fastemit_lambda)
+        clamp = check_number("clamp", clamp)
         if not 0 <= omega <= 1:
             raise ValueError(f"omega must be in [0, 1], got {omega}")
         if not 0 <= fastemit_lambda < math.inf:
@@ -67,22 +82,13 @@ class Options(NamedTuple):
         if not -math.inf < clamp < math.inf:
             raise ValueError(f"clamp must be finite (0 or negative: off), got {clamp}")
         return cls(
-            check_number("sigma", sigma),
-            check_delay_penalty(delay_penalty),
+            _within("sigma", sigma, MAX_SIGMA),
+            _within("delay_penalty", delay_penalty, MAX_DELAY_PENALTY),
             omega,
             fastemit_lambda,
             clamp,
             bool(zero_infinity),
         )
-
-
-def check_delay_penalty(delay_penalty: float) -> float:
-    delay_penalty = check_number("delay_penalty", delay_penalty)
-    if not -MAX_DELAY_PENALTY <= delay_penalty <= MAX_DELAY_PENALTY:
-        raise ValueError(
-            f"delay_penalty must be in [-{MAX_DELAY_PENALTY:g}, {MAX_DELAY_PENALTY:g}], got {delay_penalty}"
-        )
-    return delay_penalty
 
 
 def check_durations(durations: Union[Sequence[int], Tensor]) -> list[int]:
@@ -92,16 +98,14 @@ def check_durations(durations: Union[Sequence[int], Tensor]) -> list[int]:
             raise TypeError(f"durations must hold integers, got a tensor of {durations.dtype}")
         if durations.dim() != 1:
             raise ValueError(f"durations must be one-dimensional, got shape {tuple(durations.shape)}")
+        if durations.device.type == "meta":
+            raise ValueError("durations must be a tensor that holds data, got one on the meta device")
         durations = durations.tolist()
     try:
         durations = list(durations)
     except TypeError:
         raise TypeError(f"durations must be a sequence of integers or an integer tensor, got {durations!r}") from None
-    for duration in durations:
-        if isinstance(duration, bool) or not (isinstance(duration, int) or hasattr(duration, "__index__")):
-            raise TypeError(f"durations must hold integers, got {duration!r} in {durations}")
-        if duration < 0:
-            raise ValueError(f"durations must not be negative, got {duration} in {durations}")
+    durations = [_duration(duration, durations) for duration in durations]
     if not durations:
         raise ValueError("durations must not be empty")
     if len(durations) > MAX_DURATIONS:
@@ -110,14 +114,29 @@ def check_durations(durations: Union[Sequence[int], Tensor]) -> list[int]:
         raise ValueError(
             f"durations must hold at least one positive value, got {durations}: no frame could ever be consumed"
         )
-    return [d if isinstance(d, int) else operator.index(d) for d in durations]
+    return durations
+
+
+def _duration(value: object, durations: list) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        duration = value if isinstance(value, int) else operator.index(value)
+    except TypeError:
+        raise TypeError(f"durations must hold integers, got {value!r} in {durations}") from None
+    if duration < 0:
+        raise ValueError(f"durations must not be negative, got {duration} in {durations}")
+    return min(duration, _MOST_FRAMES)  # no alignment is that long, so it makes no difference
+
+
+def check_float(name: str, tensor: Tensor) -> None:
+    _check_tensor(name, tensor)
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
 
 
 def check_logits(name: str, logits: Tensor) -> None:
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(logits).__name__}")
-    if logits.dtype not in FLOATS:
-        raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {logits.dtype}")
+    check_float(name, logits)
     if logits.dim() != 4:
         raise ValueError(f"{name} must have 4 dimensions (B, T, U+1, columns), got shape {tuple(logits.shape)}")
     if logits.shape[2] < 1:
@@ -127,7 +146,9 @@ def check_logits(name: str, logits: Tensor) -> None:
 
 
 def with_dense_rows(logits: Tensor) -> Tensor:
-    return logits if logits.shape[3] == 1 or logits.stride(3) == 1 else logits.contiguous()
+    if logits.shape[3] == 1 or logits.stride(3) == 1:
+        return logits
+    return logits.clone(memory_format=torch.contiguous_format)  # contiguous() leaves the strides of an empty tensor
 
 
 def check_writable(logits: Tensor) -> None:
@@ -180,14 +201,14 @@ class Labels:
 
     def __init__(self, logits: Tensor, vocab: int, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor):
         batch, max_t, max_u1 = logits.shape[:3]
-        _check_index("targets", targets, (batch, None))
+        _check_index("targets", targets, (batch, None), logits.device)
         if targets.shape[1] < max_u1 - 1:
             raise ValueError(
                 f"targets must have at least {max_u1 - 1} columns for logits with {max_u1} label positions, "
                 f"got shape {tuple(targets.shape)}"
             )
-        _check_index("logit_lengths", logit_lengths, (batch,))
-        _check_index("target_lengths", target_lengths, (batch,))
+        _check_index("logit_lengths", logit_lengths, (batch,), logits.device)
+        _check_index("target_lengths", target_lengths, (batch,), logits.device)
         if not torch.compiler.is_compiling():
             _check_values(vocab, max_t, max_u1 - 1, targets, logit_lengths, target_lengths)
         self.targets = _to_kernel(targets, logits.device)
@@ -200,36 +221,44 @@ class Labels:
 
 
 def _is_integer(dtype: torch.dtype) -> bool:
-    return dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
+    return dtype in _NATIVE_INTS or dtype in _OTHER_INTS
 
 
-def _check_index(name: str, tensor: Tensor, shape: Sequence[Optional[int]]) -> None:
+def _check_tensor(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
+
+
+def _check_index(name: str, tensor: Tensor, shape: Sequence[Optional[int]], device: torch.device) -> None:
+    _check_tensor(name, tensor)
     if not _is_integer(tensor.dtype):
         raise TypeError(f"{name} must have an integer dtype, got {tensor.dtype}")
-    if tensor.dim() != len(shape) or any(n is not None and n != m for n, m in zip(shape, tensor.shape)):
+    if tensor.dim() != len(shape) or tensor.shape[0] != shape[0]:
         wanted = ", ".join("U" if n is None else str(n) for n in shape)
         raise ValueError(
             f"{name} must have shape ({wanted}{',' if len(shape) == 1 else ''}), got {tuple(tensor.shape)}"
         )
-
-
-def _readable(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" or os.environ.get("TDT_LOSS_CHECK") == "1"
+    if tensor.device.type == "meta" and device.type != "meta":
+        raise ValueError(f"{name} must hold data for logits on {device}, got a tensor on the meta device")
 
 
 def _check_values(
     vocab: int, max_t: int, max_u: int, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor
 ) -> None:
-    for name, lengths, most in (("logit_lengths", logit_lengths, max_t), ("target_lengths", target_lengths, max_u)):
-        if _readable(lengths):
+    on_host = (logit_lengths.is_cpu, target_lengths.is_cpu, targets.is_cpu)
+    if not all(on_host) and os.environ.get("TDT_LOSS_CHECK") == "1":
+        on_host = (True, True, True)  # as soon as they are read back
+    named = (("logit_lengths", logit_lengths, max_t), ("target_lengths", target_lengths, max_u))
+    for (name, lengths, most), readable in zip(named, on_host):
+        if readable:
             lengths = lengths.cpu().to(torch.int64)
             bad = (lengths < 0) | (lengths > most)
             if bad.any():
                 sample = int(bad.nonzero()[0])
                 raise ValueError(f"{name} must be in [0, {most}], got {int(lengths[sample])} for sample {sample}")
-    if _readable(targets) and _readable(target_lengths) and targets.shape[1] > 0:
+    if on_host[1] and on_host[2] and targets.shape[1] > 0:
         labels = targets.cpu().to(torch.int64)
         valid = torch.arange(labels.shape[1]) < target_lengths.cpu().to(torch.int64).unsqueeze(1)
         bad = valid & ((labels < 0) | (labels >= vocab))
@@ -241,5 +270,7 @@ def _check_values(
 
 
 def _to_kernel(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.dtype in _NATIVE_INTS and tensor.device == device:
+        return tensor
     dtype = tensor.dtype if tensor.dtype in _NATIVE_INTS else torch.int64
     return tensor.to(device=device, dtype=dtype, non_blocking=True)

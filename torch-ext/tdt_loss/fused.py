@@ -1,12 +1,13 @@
 """The loss without the logits: joint network and transducer loss in one function, as users call it (how: tiles.py)."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Optional, Union
 
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, Labels, Options, check_durations, check_number, check_reduction, check_vocab
+from .checks import Labels, Options, check_durations, check_float, check_number, check_reduction, check_vocab
 from .fused_autograd import FusedStats, compute_loss
 from .tiles import ACTIVATIONS, Inputs, Problem
 
@@ -214,7 +215,7 @@ def _fused(
         reduction_code,
         ACTIVATIONS.index(activation),
         _number_that("dropout", dropout, "in [0, 1)", lambda p: 0 <= p < 1),
-        int(_number_that("max_tile_bytes", max_tile_bytes, "positive", lambda n: n > 0)),
+        int(_number_that("max_tile_bytes", max_tile_bytes, "positive", lambda n: 0 < n < math.inf)),
         _number_that("occupancy_threshold", occupancy_threshold, "at least 0", lambda g: g >= 0),
         _product_dtype(*operands),
     )
@@ -235,10 +236,7 @@ def _check_operands(encoder: Tensor, decoder: Tensor, weight: Tensor, bias: Opti
     if bias is not None:
         tensors["bias"] = bias
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in FLOATS:
-            raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
+        check_float(name, tensor)
         if tensor.device != encoder.device:
             raise ValueError(f"{name} must be on the device of encoder, {encoder.device}, got {tensor.device}")
     if encoder.dim() != 3 or encoder.shape[2] < 1:

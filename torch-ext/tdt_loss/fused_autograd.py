@@ -89,11 +89,14 @@ _SCALARS = (
     "float occupancy_threshold, ScalarType dtype"
 )
 _SAVED = "Tensor node_lp, Tensor ll, Tensor alpha_beta"
+# Both wait for numbers of rows, so the CUDA graphs of torch.compile must leave them out. Older versions of torch lack the tag.
+_TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
 
 
 @torch.library.custom_op(
     add_op_namespace_prefix("fused_loss"),
     mutates_args=(),
+    tags=_TAGS,
     schema=f"({_TENSORS}, {_SCALARS}, bool need_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _fused_loss(*args):
@@ -134,6 +137,7 @@ _fused_loss.register_autograd(_backward, setup_context=_setup)
 @torch.library.custom_op(
     add_op_namespace_prefix("fused_gradient"),
     mutates_args=(),
+    tags=_TAGS,
     schema=f"(Tensor grad_loss, {_TENSORS}, {_SAVED}, Tensor weights, {_SCALARS}, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )

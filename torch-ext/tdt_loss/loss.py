@@ -59,7 +59,7 @@ def tdt_loss(
         target_lengths: (B,) labels of each sample, in [0, U]; any integer dtype, any device.
         blank_token_id: the blank's column, in [-V, V); negative counts from the end.
         durations: the D durations in frames, in the order of the columns: non-negative, at least one positive, at most 64.
-        sigma: logit under-normalisation in nats, subtracted from every token log-probability.
+        sigma: logit under-normalisation in nats, subtracted from every token log-probability; at most 1e4 in size.
         reduction: ``"mean"``: each loss over its target length, then the batch mean; ``"mean_batch"``: the batch mean;
             ``"mean_volume"``: the sum over the sum of target lengths; ``"sum"``; ``"none"``. In the divisions a target length
             counts as at least 1, where transformers' ``tdt_loss`` divides an empty transcript by 0.

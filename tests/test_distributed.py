@@ -1,0 +1,191 @@
+"""Two processes, as DistributedDataParallel and torchrun start them: gradients of the whole batch, whatever each process has of it.
+
+On the CPU with gloo, on two GPUs with nccl. A process that waits in vain for the other one fails the test after a while.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from small_model import FUNCTIONS, loss_and_gradients, make_model, make_speech
+from torch.nn.parallel import DistributedDataParallel
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+PROCESSES = 2
+SECONDS = 180  # until two processes count as hanging
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}  # float64
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_two_gpus])])
+
+
+def run_in_two_processes(work, tmp_path, device, *args):
+    """work(kernel, rank, device, *args) in each of two processes that can talk to each other."""
+    context = mp.start_processes(
+        _process, (work, str(tmp_path / "rendezvous"), device, args), PROCESSES, join=False, start_method="spawn"
+    )
+    deadline = time.monotonic() + SECONDS
+    try:
+        while not context.join(timeout=1):
+            assert time.monotonic() < deadline, "the processes hang"
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
+
+
+def _process(rank, work, rendezvous, device, args):
+    from kernels import get_kernel
+
+    torch.set_num_threads(1)
+    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=PROCESSES,
+        timeout=timedelta(seconds=60),
+    )
+    work(get_kernel("kernels-community/tdt-loss", version=1), rank, device, *args)
+    dist.destroy_process_group()
+
+
+def total(value, device):
+    value = torch.tensor(float(value), dtype=torch.float64, device=device)
+    dist.all_reduce(value)
+    return value.item()
+
+
+def loss_of_the_whole_batch(model, inputs, reduction):
+    """This process's part of a reduction over the samples of all, for DDP, which takes the mean of the gradients: README's recipe."""
+    processes, (_, targets, _, target_lengths) = dist.get_world_size(), inputs
+    if reduction in ("mean", "mean_batch"):
+        samples = len(targets)
+        return model(*inputs, reduction=reduction) * (samples * processes / total(samples, targets.device))
+    loss = model(*inputs, reduction="sum") * processes
+    return loss if reduction == "sum" else loss / max(1, total(target_lengths.sum(), targets.device))
+
+
+def assert_ddp_equals_one_process(model, inputs, parts, reduction):
+    """`parts`: the samples of each process."""
+    expected_loss, expected = loss_and_gradients(model, *inputs, reduction=reduction)
+    model.zero_grad(set_to_none=True)
+    replica = DistributedDataParallel(model)  # as long as it lives, it sums gradients
+    loss = loss_of_the_whole_batch(replica, [x[parts[dist.get_rank()]] for x in inputs], reduction)
+    loss.backward()
+    assert total(loss.detach(), loss.device) / dist.get_world_size() == pytest.approx(expected_loss.item(), rel=1e-12)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(parameter.grad, expected[name], **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+    return loss
+
+
+def check_gradients(kernel, rank, device):
+    for function in FUNCTIONS:
+        model = make_model(kernel, function, device=device, dtype=torch.float64)
+        inputs = make_speech(B=5, T=12, U=5, device=device, dtype=torch.float64)
+        for reduction in ("mean", "mean_batch", "mean_volume", "sum"):
+            assert_ddp_equals_one_process(model, inputs, [[0, 2, 4], [1, 3]], reduction)
+
+
+@devices
+def test_gradients_of_two_processes_are_those_of_one(tmp_path, device):
+    run_in_two_processes(check_gradients, tmp_path, device)
+
+
+def check_no_alignments_and_no_samples(kernel, rank, device):
+    for function in FUNCTIONS:
+        model = make_model(kernel, function, durations=[0, 2], device=device, dtype=torch.float64)
+        # Durations 0 and 2: no alignment for an odd number of frames. RNN-T: none without frames.
+        frames = [8, 6, 0, 0] if function.startswith("rnnt") else [8, 6, 7, 1]
+        inputs = make_speech(B=4, T=8, U=3, logit_lengths=frames, device=device, dtype=torch.float64)
+        for reduction in ("mean", "mean_volume"):
+            loss = assert_ddp_equals_one_process(model, inputs, [[0, 1], [2, 3]], reduction)
+            assert loss.isinf() == (rank == 1)
+        inputs = [x[:2] for x in inputs]
+        for reduction in ("mean_volume", "sum"):
+            assert_ddp_equals_one_process(model, inputs, [[0, 1], []], reduction)
+
+
+@devices
+def test_a_process_without_alignments_or_samples_hangs_no_other(tmp_path, device):
+    """Its gradients are 0, and it takes part in the sum of all."""
+    run_in_two_processes(check_no_alignments_and_no_samples, tmp_path, device)
+
+
+# The training example
+
+
+def import_example():
+    pytest.importorskip("transformers.loss.loss_tdt", reason="needs a transformers with the TDT loss")
+    for name in ("jiwer", "librosa", "matplotlib", "tqdm"):
+        pytest.importorskip(name, reason=f"the training example needs {name}")
+    sys.path.insert(0, str(EXAMPLES))
+    import train_parakeet
+
+    return train_parakeet
+
+
+def check_example(kernel, rank, device):
+    """The model of the example, but for batch norm, which knows the samples of its own process alone."""
+    example = import_example()
+    waveforms, texts = example.load_speech(EXAMPLES / "speech")
+    shortest = sorted(range(len(texts)), key=lambda i: len(waveforms[i]))[:3]
+    waveforms, texts = [waveforms[i] for i in shortest], [texts[i] for i in shortest]
+    vocabulary = example.Vocabulary.of(texts)
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = example.build_model(vocabulary).to(device).eval()
+        if fused:
+            example.use_fused_loss(model, kernel)
+        else:
+            model.loss_function = kernel.parakeet_tdt_loss
+        model(**example.make_batch(waveforms, texts, vocabulary, device)).loss.backward()
+        expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+        norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
+        model.zero_grad(set_to_none=True)
+        batch = example.make_batch(waveforms[rank::PROCESSES], texts[rank::PROCESSES], vocabulary, device)
+        weight = example.loss_weight(len(batch["labels"]), device)
+        assert weight == pytest.approx([4 / 3, 2 / 3][rank])
+        replica = DistributedDataParallel(model)
+        (replica(**batch).loss * weight).backward()
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-6 * norm, name
+
+
+@devices
+def test_gradients_of_the_training_example(tmp_path, device):
+    import_example()
+    run_in_two_processes(check_example, tmp_path, device)
+
+
+@devices
+def test_the_training_example_under_torchrun(tmp_path, device):
+    """Two steps are too few: both processes take them and end, and the first one says that the model has not learnt to read."""
+    import_example()
+    script = [str(EXAMPLES / "train_parakeet.py"), "--steps", "2", "--device", device]
+    files = ["--output", str(tmp_path / "loss.png"), "--weights", str(tmp_path / "weights.pt")]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
+    process = subprocess.Popen(
+        launch + script + files, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, errors = process.communicate(timeout=SECONDS)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 1
+    assert output.count("trained 2 steps") == output.count("word error rate") == 1, output + errors
+    assert f"{PROCESSES} processes" in output
+    assert errors.count("FAILED: the word error rate is") == 1
+    assert (tmp_path / "loss.png").exists() and not (tmp_path / "weights.pt").exists()
