@@ -493,7 +493,9 @@ def build(args: argparse.Namespace) -> None:
     with locked(work):
         (work / "objects").mkdir(exist_ok=True)
         write_if_changed(work / "include" / "registration.h", REGISTRATION_H)
-        variants = [plan(project, tools, backend, args.cuda_archs, args.cxx_flags.split(), work) for backend in backends]
+        variants = [
+            plan(project, tools, backend, args.cuda_archs, args.cxx_flags.split(), work) for backend in backends
+        ]
         compile_all((unit for variant in variants for unit in variant.units), root, args.jobs, args.verbose)
         libraries = [link(variant, tools, work, args.verbose) for variant in variants]
         for variant, library in zip(variants, libraries):
