@@ -25,11 +25,11 @@ CXX_FILES := $(wildcard torch-ext/*.cpp torch-ext/*.h tdt_loss_*/*.cpp tdt_loss_
 export LOCAL_KERNELS := kernels-community/tdt-loss=$(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help build train align test test-kernels-ci lint format abi report clean
+.PHONY: help build train align test test-kernels-ci fuzz sanitize lint format abi report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "Variables: ARGS=... (for train, align and test), BACKEND=auto|cpu|cuda|all, PYTHON=... (use it as it is), PYTHON3=... (for .venv)"
+	@echo "Variables: ARGS=... (for train, align, test and fuzz), BACKEND=auto|cpu|cuda|all, PYTHON=... (use it as it is), PYTHON3=... (for .venv)"
 
 build: $(READY)  ## build the kernel for this machine into build/; only what changed is compiled
 	$(PY) tools/build_kernel.py --backend $(BACKEND)
@@ -49,6 +49,25 @@ test: build  ## run the whole suite
 
 test-kernels-ci: build  ## run the quick subset that checks a build
 	$(PY) -m pytest -m kernels_ci $(ARGS)
+
+# N cases of each kind; ARGS="--device cuda --kind valid" and so on, see tests/fuzz.py.
+N ?= 1000
+fuzz: build  ## fuzz valid and malformed calls, N=... of each, into benchmarks/results
+	$(PY) tests/fuzz.py --cases $(N) $(ARGS)
+
+# The runtime of the sanitizers must be in the process before Python is, and libstdc++ with it, or exceptions go by unseen.
+SANITIZE := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize=vptr -fno-sanitize-recover=all
+SANITIZED = LOCAL_KERNELS=kernels-community/tdt-loss=$(CURDIR)/.build/sanitize \
+  LD_PRELOAD=$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libstdc++.so.6) \
+  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1
+# Of the quick subset, what runs the kernels: neither builds, nor torch.compile, nor transformers.
+SANITIZED_TESTS := logprobs lattice gradient loss align rnnt options occupancy fused contract autograd
+
+sanitize: $(READY)  ## run the CPU kernels under AddressSanitizer and UBSan: the quick subset and a slice of the fuzzer
+	CXX=g++ $(PY) tools/build_kernel.py --backend cpu --cxx-flags="$(SANITIZE)" --output .build/sanitize/build
+	$(SANITIZED) $(PY) -m pytest -p no:cacheprovider -m "kernels_ci and not cuda" $(SANITIZED_TESTS:%=tests/test_%.py)
+	$(SANITIZED) $(PY) tests/fuzz.py --in-process --cases 400 --seed 2 --kind malformed
+	$(SANITIZED) $(PY) tests/fuzz.py --in-process --cases 100 --seed 2 --kind valid
 
 lint: $(READY)  ## check format and style of C++, CUDA and Python
 	$(PY) -m ruff check .

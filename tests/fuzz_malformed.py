@@ -510,7 +510,7 @@ NUMBERS = {
     "activation": [-1, 2, 2**32],
     "dropout": [-0.1, 1.0, nan],
 }
-ANY_LAYOUT = ("targets", "logit_lengths", "target_lengths", "grad_loss", "target_lengths")
+ANY_LAYOUT = ("targets", "logit_lengths", "target_lengths", "grad_loss")
 
 
 def wrong_op_argument(kernel, draw: Draw, device: str) -> str:

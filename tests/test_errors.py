@@ -15,6 +15,11 @@ SEPARATE = {
         TypeError,
         ("token_logits", "complex64"),
     ),
+    "token_logits sparse": (
+        {"token_logits": lambda x: x.to_sparse()},
+        TypeError,
+        ("token_logits", "sparse_coo"),
+    ),
     "token_logits not a tensor": ({"token_logits": lambda x: x.tolist()}, TypeError, ("token_logits", "list")),
     "token_logits without tokens": ({"token_logits": lambda x: x[..., :0]}, ValueError, ("token_logits", "0 columns")),
     "token_logits without a label position": (
@@ -60,6 +65,8 @@ SHARED = {
     "targets too narrow": ({"targets": lambda y: y[:, :2]}, ValueError, ("targets", "(2, 2)")),
     "targets of floats": ({"targets": lambda y: y.float()}, TypeError, ("targets", "float32")),
     "targets of bools": ({"targets": lambda y: y > 0}, TypeError, ("targets", "bool")),
+    "targets sparse": ({"targets": lambda y: y.to_sparse()}, TypeError, ("targets", "sparse_coo")),
+    "targets without data": ({"targets": lambda y: y.to("meta")}, ValueError, ("targets", "meta")),
     "targets not a tensor": ({"targets": lambda y: y.tolist()}, TypeError, ("targets", "list")),
     "logit_lengths of 2 dimensions": ({"logit_lengths": lambda n: n[None]}, ValueError, ("logit_lengths", "(1, 2)")),
     "logit_lengths of another batch": ({"logit_lengths": lambda n: n[:1]}, ValueError, ("logit_lengths", "(1,)")),
@@ -89,11 +96,20 @@ DURATIONS = {
         TypeError,
         ("durations", "float32"),
     ),
+    "durations without data": (
+        {"durations": lambda d: torch.tensor(d, device="meta")},
+        ValueError,
+        ("durations", "meta"),
+    ),
+    "durations with a float tensor": ({"durations": lambda d: [0, 1, torch.tensor(2.0)]}, TypeError, ("durations",)),
     "durations a matrix": ({"durations": lambda d: torch.tensor([[0, 1, 2]])}, ValueError, ("durations", "(1, 3)")),
     "durations not a sequence": ({"durations": lambda d: 3}, TypeError, ("durations", "3")),
 }
 NUMBERS = {
     "sigma not a number": ({"sigma": "0.1"}, TypeError, ("sigma", "'0.1'")),
+    "sigma too large": ({"sigma": 10001}, ValueError, ("sigma", "10000", "10001")),
+    "sigma NaN": ({"sigma": nan}, ValueError, ("sigma", "nan")),
+    "sigma beyond a float": ({"sigma": 10**400}, ValueError, ("sigma", "a float can hold")),
     "fastemit_lambda negative": ({"fastemit_lambda": -0.5}, ValueError, ("fastemit_lambda", "-0.5")),
     "fastemit_lambda infinite": ({"fastemit_lambda": inf}, ValueError, ("fastemit_lambda", "inf")),
     "fastemit_lambda NaN": ({"fastemit_lambda": nan}, ValueError, ("fastemit_lambda", "nan")),
@@ -209,6 +225,7 @@ def test_options_at_the_ends_of_their_ranges(kernel, device, api):
         {"clamp": 1e300},
         {"delay_penalty": 10000},
         {"delay_penalty": -1e4},
+        {"sigma": 1e4},
     ]
     for options in accepted + ([] if api == "rnnt" else [{"omega": 0}, {"omega": 1}]):
         assert call(kernel, arguments | options).isfinite()
@@ -248,6 +265,13 @@ def test_more_than_64_durations(kernel, device):
     batch = make_batch(B=2, V=3, durations=range(65), device=device)
     for api in ("separate", "joint"):
         assert_raises(kernel, arguments_of(batch, api), ValueError, ("durations", "64", "65"))
+
+
+def test_durations_beyond_an_integer_of_the_ops_never_land(kernel, device):
+    for api in ("separate", "joint"):
+        arguments = arguments_of(make_batch(B=2, device=device), api)
+        losses = [call(kernel, arguments | {"durations": [0, 1, far]}) for far in (1000, 2**63, 10**30)]
+        assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
 
 
 def test_joint_logits(kernel, device):
