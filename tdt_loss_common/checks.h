@@ -56,7 +56,7 @@ inline Batch batch_of(const Tensor& logits, const Tensor& targets, const Tensor&
   constexpr int64_t kMax = std::numeric_limits<int>::max();
   STD_TORCH_CHECK(logits.size(0) <= kMax && logits.size(0) * logits.size(1) * logits.size(2) <= kMax && V <= kMax,
                   "more than 2^31 - 1 samples, nodes or tokens");
-  STD_TORCH_CHECK(D >= 0 && D <= kMaxDurations, "durations: at most ", kMaxDurations, " are supported, got ", D);
+  STD_TORCH_CHECK(D >= 0 && D <= kMaxDurations, "durations: from 0 to ", kMaxDurations, " are supported, got ", D);
   const int64_t B = logits.size(0);
   STD_TORCH_CHECK(targets.dim() == 2 && logit_lengths.dim() == 1 && target_lengths.dim() == 1,
                   "targets must have 2 dimensions and lengths one, got ", targets.dim(), ", ", logit_lengths.dim(),
