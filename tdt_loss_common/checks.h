@@ -13,6 +13,7 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -77,6 +78,14 @@ inline Batch batch_of(const Tensor& logits, const Tensor& targets, const Tensor&
           index_view(target_lengths, 1, "target_lengths"),
           Divider::of(std::max<int>(1, static_cast<int>(logits.size(1)))),
           Divider::of(std::max<int>(1, static_cast<int>(logits.size(2))))};
+}
+
+// The label log-probabilities of a penalty stay inside what the lattice can represent (scaled.h), and so do paths of
+// them.
+inline void check_delay_penalty(const Batch& batch, double delay_penalty) {
+  const double most = std::abs(delay_penalty) * batch.max_T;
+  STD_TORCH_CHECK(most <= 5e6 && most * batch.max_U1 <= 7e8, "delay_penalty is too large for ", batch.max_T,
+                  " frames and ", batch.max_U1, " label positions, got ", delay_penalty);
 }
 
 // Tokens of a logits tensor: all columns, or for joint logits all but the last D.

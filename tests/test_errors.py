@@ -261,6 +261,15 @@ def test_valid_labels_on_the_host(kernel, device, api, label):
     assert_raises(kernel, arguments, ValueError, ("targets", "sample 1", str(label)))
 
 
+def test_a_delay_penalty_that_the_lattice_cannot_represent(kernel, device):
+    batch = make_batch(B=1, T=600, U=2, V=3, device=device)
+    with pytest.raises(
+        RuntimeError, match="delay_penalty is too large for 600 frames and 3 label positions, got 10000"
+    ):
+        kernel.tdt_loss(*batch.args, delay_penalty=1e4)
+    assert kernel.tdt_loss(*batch.args, delay_penalty=8e3).isfinite()
+
+
 def test_more_than_64_durations(kernel, device):
     batch = make_batch(B=2, V=3, durations=range(65), device=device)
     for api in ("separate", "joint"):

@@ -39,6 +39,7 @@ Tensor log_probs(const Tensor& logits, const OptionalTensor& duration_logits, co
   const int64_t V = vocab_of(logits, duration_logits, num_durations);
   const Batch batch = batch_of(logits, targets, logit_lengths, target_lengths, V, num_durations);
   check_logits(logits, duration_logits, num_durations, V, blank);
+  check_delay_penalty(batch, delay_penalty);
   Tensor node_lp = empty_on(logits, {batch.B, batch.max_T, batch.max_U1, record_size(batch.D)},
                             accumulate_type(logits.scalar_type()));
   if (batch.nodes() == 0) return node_lp;
@@ -58,6 +59,7 @@ void log_probs_tile_(const Tensor& tile, const Tensor& nodes, const Tensor& node
   const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, num_durations);
   check_node_lp(node_lp, num_durations);
   check_blank(blank, vocab);
+  check_delay_penalty(batch, delay_penalty);
   const NodeList list = check_tile(tile, nodes, node_lp, vocab + num_durations);
   if (list.n == 0) return;
   dispatch_logits(tile.scalar_type(), [&](auto zero) {
