@@ -15,10 +15,8 @@ namespace tdt {
 namespace cuda {
 namespace {
 
-constexpr int kUnroll = 4;          // vectors a thread has in flight
-constexpr int kNodeLanes = 8;       // lanes that work out a node
-constexpr int kShortRows = 4;       // short rows that a warp turns
-constexpr int kFillsGpu = 1 << 18;  // threads: one wave of the largest GPUs
+constexpr int kNodeLanes = 8;  // lanes that work out a node
+constexpr int kShortRows = 4;  // short rows that a warp turns
 
 template <typename S, int kThreads>
 __device__ void fill_row(S* out, int n, S value, int thread) {

@@ -10,9 +10,6 @@ namespace tdt {
 namespace cuda {
 namespace {
 
-constexpr int kUnroll = 4;          // vectors a thread has in flight
-constexpr int kFillsGpu = 1 << 18;  // threads: one wave of the largest GPUs
-
 // log(sum of exp) over a row; every thread of the group gets it.
 template <typename S, int kThreads>
 __device__ accumulate_t<S> row_logsumexp(const S* x, int n, const RowGroup<kThreads>& group) {

@@ -12,7 +12,9 @@
 
 namespace tdt::cuda {
 
-constexpr int kRowBlock = 256;  // threads of a block that works on rows
+constexpr int kRowBlock = 256;      // threads of a block that works on rows
+constexpr int kUnroll = 4;          // vectors a thread has in flight
+constexpr int kFillsGpu = 1 << 18;  // threads: one wave of the largest GPUs
 
 // Blocks of a row kernel per multiprocessor to compile for: 32 warps, which leaves 64 registers a thread. float64 needs
 // more.

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from . import autograd
 from ._ops import ops
-from .checks import Labels, Options, with_dense_rows
+from .checks import Labels, Options, check_logits, check_vocab, check_writable, with_dense_rows
 
-__all__ = ["Occupancy", "compute_loss"]
+__all__ = ["Occupancy", "compute_joint_loss", "compute_loss"]
 
 
 class Occupancy(NamedTuple):
@@ -60,3 +60,37 @@ def compute_loss(
     saved = (node_lp, ll, alpha_beta)
     occupancy = autograd.call(ops.occupancy, autograd.fake_occupancy, *saved, *labels.tensors, durations, vocab)
     return loss, Occupancy(*occupancy)
+
+
+def compute_joint_loss(
+    logits: Tensor,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank_token_id: int,
+    durations: Sequence[int],
+    options: Options,
+    *,
+    inplace_grad: bool,
+    return_occupancy: bool,
+    reduction: int,
+) -> Union[Tensor, tuple[Tensor, Occupancy]]:
+    """The loss of one tensor of logits, tokens and then the durations, whose other arguments are checked."""
+    check_logits("logits", logits)
+    vocab = logits.shape[3] - len(durations)
+    blank = check_vocab("logits", logits.shape[3], vocab, blank_token_id)
+    labels = Labels(logits, vocab, targets, logit_lengths, target_lengths)
+    if inplace_grad and not torch.compiler.is_compiling():
+        check_writable(logits)
+    return compute_loss(
+        logits,
+        None,
+        labels,
+        vocab,
+        blank,
+        durations,
+        options,
+        inplace_grad=inplace_grad,
+        return_occupancy=return_occupancy,
+        reduction=reduction,
+    )

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Union
 
-import torch
 from torch import Tensor
 
 from ._ops import ops  # noqa: F401  the ops themselves, for tests and benchmarks
@@ -15,9 +14,8 @@ from .checks import (
     check_logits,
     check_reduction,
     check_vocab,
-    check_writable,
 )
-from .forward import Occupancy, compute_loss
+from .forward import Occupancy, compute_joint_loss, compute_loss
 
 __all__ = ["tdt_loss", "tdt_loss_joint"]
 
@@ -177,31 +175,22 @@ def tdt_loss_joint(
         ...                              blank_token_id=31, durations=[0, 1, 2, 3, 4])
         >>> loss.backward()
     """
-    reduction_code = check_reduction(reduction)
-    durations = check_durations(durations)
-    check_logits("logits", logits)
-    vocab = logits.shape[3] - len(durations)
-    blank = check_vocab("logits", logits.shape[3], vocab, blank_token_id)
-    options = Options.checked(
-        sigma=sigma,
-        delay_penalty=delay_penalty,
-        omega=omega,
-        fastemit_lambda=fastemit_lambda,
-        clamp=clamp,
-        zero_infinity=zero_infinity,
-    )
-    labels = Labels(logits, vocab, targets, logit_lengths, target_lengths)
-    if inplace_grad and not torch.compiler.is_compiling():
-        check_writable(logits)
-    return compute_loss(
+    return compute_joint_loss(
         logits,
-        None,
-        labels,
-        vocab,
-        blank,
-        durations,
-        options,
+        targets,
+        logit_lengths,
+        target_lengths,
+        blank_token_id,
+        check_durations(durations),
+        Options.checked(
+            sigma=sigma,
+            delay_penalty=delay_penalty,
+            omega=omega,
+            fastemit_lambda=fastemit_lambda,
+            clamp=clamp,
+            zero_infinity=zero_infinity,
+        ),
         inplace_grad=inplace_grad,
         return_occupancy=return_occupancy,
-        reduction=reduction_code,
+        reduction=check_reduction(reduction),
     )

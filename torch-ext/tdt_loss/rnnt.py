@@ -2,11 +2,10 @@
 
 from typing import Union
 
-import torch
 from torch import Tensor
 
-from .checks import Labels, Options, check_logits, check_reduction, check_vocab, check_writable
-from .forward import Occupancy, compute_loss
+from .checks import Options, check_reduction
+from .forward import Occupancy, compute_joint_loss
 
 __all__ = ["rnnt_loss"]
 
@@ -74,29 +73,21 @@ def rnnt_loss(
         3.4657
         >>> loss.backward()
     """
-    reduction_code = check_reduction(reduction)
-    check_logits("logits", logits)
-    vocab = logits.shape[3]
-    blank = check_vocab("logits", vocab, vocab, blank_token_id)
-    options = Options.checked(
-        sigma=sigma,
-        delay_penalty=delay_penalty,
-        fastemit_lambda=fastemit_lambda,
-        clamp=clamp,
-        zero_infinity=zero_infinity,
-    )
-    labels = Labels(logits, vocab, targets, logit_lengths, target_lengths)
-    if inplace_grad and not torch.compiler.is_compiling():
-        check_writable(logits)
-    return compute_loss(
+    return compute_joint_loss(
         logits,
-        None,
-        labels,
-        vocab,
-        blank,
+        targets,
+        logit_lengths,
+        target_lengths,
+        blank_token_id,
         [],
-        options,
+        Options.checked(
+            sigma=sigma,
+            delay_penalty=delay_penalty,
+            fastemit_lambda=fastemit_lambda,
+            clamp=clamp,
+            zero_infinity=zero_infinity,
+        ),
         inplace_grad=inplace_grad,
         return_occupancy=return_occupancy,
-        reduction=reduction_code,
+        reduction=check_reduction(reduction),
     )
