@@ -524,7 +524,9 @@ def check_alignment(kernel, case: Call, device: str) -> None:
         steps = None
     wide = [x.to(logits[0].device, torch.int64) for x in labels]
     V = batch.token_logits.shape[3]
-    rows = [x.clone(memory_format=torch.contiguous_format) for x in logits]
+    rows = [
+        kernel.checks.with_dense_rows(x) for x in logits
+    ]  # a row that starts elsewhere may be summed in another order
     node_lp = kernel.loss.ops.log_probs(
         rows[0], rows[1] if len(rows) == 2 else None, *wide, batch.blank % V, D, batch.sigma, delay_penalty
     ).cpu()

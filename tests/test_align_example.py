@@ -1,21 +1,13 @@
 """The alignment example: words get the frames of their first characters, the picture shows a lattice that sums to what it must."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from example_model import EXAMPLES, make_model, train_parakeet
 
-pytest.importorskip("transformers.loss.loss_tdt", reason="needs a transformers with the TDT loss")
-for name in ("jiwer", "librosa", "matplotlib", "tqdm"):
-    pytest.importorskip(name, reason=f"the examples need {name}")
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import align_parakeet  # noqa: E402
-import train_parakeet  # noqa: E402
+# isort: split
+import align_parakeet  # needs what example_model looks for
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +20,7 @@ def untrained(speech, tmp_path_factory):
     """The weights of a model that has learnt nothing: any alignment will do here."""
     path = tmp_path_factory.mktemp("model") / "weights.pt"
     vocabulary = train_parakeet.Vocabulary.of(speech[1])
-    torch.manual_seed(0)
-    train_parakeet.save_model(train_parakeet.build_model(vocabulary), vocabulary, path)
+    train_parakeet.save_model(make_model(vocabulary), vocabulary, path)
     return path
 
 

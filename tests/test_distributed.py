@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ import torch.multiprocessing as mp
 from small_model import FUNCTIONS, loss_and_gradients, make_model, make_speech
 from torch.nn.parallel import DistributedDataParallel
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PROCESSES = 2
 SECONDS = 180  # until two processes count as hanging
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}  # float64
@@ -126,26 +124,15 @@ def test_a_process_without_alignments_or_samples_hangs_no_other(tmp_path, device
 # The training example
 
 
-def import_example():
-    pytest.importorskip("transformers.loss.loss_tdt", reason="needs a transformers with the TDT loss")
-    for name in ("jiwer", "librosa", "matplotlib", "tqdm"):
-        pytest.importorskip(name, reason=f"the training example needs {name}")
-    sys.path.insert(0, str(EXAMPLES))
-    import train_parakeet
-
-    return train_parakeet
-
-
 def check_example(kernel, rank, device):
     """The model of the example, but for batch norm, which knows the samples of its own process alone."""
-    example = import_example()
-    waveforms, texts = example.load_speech(EXAMPLES / "speech")
-    shortest = sorted(range(len(texts)), key=lambda i: len(waveforms[i]))[:3]
-    waveforms, texts = [waveforms[i] for i in shortest], [texts[i] for i in shortest]
+    from example_model import make_model, shortest_speech
+    from example_model import train_parakeet as example
+
+    waveforms, texts = shortest_speech(3)
     vocabulary = example.Vocabulary.of(texts)
     for fused in (False, True):
-        torch.manual_seed(0)
-        model = example.build_model(vocabulary).to(device).eval()
+        model = make_model(vocabulary).to(device).eval()
         if fused:
             example.use_fused_loss(model, kernel)
         else:
@@ -165,14 +152,15 @@ def check_example(kernel, rank, device):
 
 @devices
 def test_gradients_of_the_training_example(tmp_path, device):
-    import_example()
+    pytest.importorskip("example_model")
     run_in_two_processes(check_example, tmp_path, device)
 
 
 @devices
 def test_the_training_example_under_torchrun(tmp_path, device):
     """Two steps are too few: both processes take them and end, and the first one says that the model has not learnt to read."""
-    import_example()
+    from example_model import EXAMPLES
+
     script = [str(EXAMPLES / "train_parakeet.py"), "--steps", "2", "--device", device]
     files = ["--output", str(tmp_path / "loss.png"), "--weights", str(tmp_path / "weights.pt")]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]

@@ -1,29 +1,17 @@
 """The fused example: the small model of the training example trains without logits, with the loss and gradients that it has otherwise."""
 
 import inspect
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("transformers.loss.loss_tdt", reason="needs a transformers with the TDT loss")
-for name in ("jiwer", "librosa", "matplotlib", "tqdm"):
-    pytest.importorskip(name, reason=f"the training example needs {name}")
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import train_parakeet  # noqa: E402
-from fused_parakeet import use_fused_loss  # noqa: E402
-from transformers import ParakeetForRNNT, ParakeetRNNTConfig  # noqa: E402
+from example_model import assert_same_gradients, loss_and_gradients, make_model, shortest_speech, train_parakeet
+from fused_parakeet import use_fused_loss
+from transformers import ParakeetForRNNT, ParakeetRNNTConfig
 
 
 @pytest.fixture(scope="module")
 def speech():
-    waveforms, texts = train_parakeet.load_speech(EXAMPLES / "speech")
-    shortest = sorted(range(len(texts)), key=lambda i: len(waveforms[i]))[:2]
-    return [waveforms[i] for i in shortest], [texts[i] for i in shortest]
+    return shortest_speech(2)
 
 
 @pytest.fixture(scope="module")
@@ -33,40 +21,22 @@ def vocabulary(speech):
 
 @pytest.fixture
 def model(vocabulary):
-    torch.manual_seed(0)
-    return train_parakeet.build_model(vocabulary)
-
-
-def loss_and_gradients(model, batch):
-    model.zero_grad(set_to_none=True)
-    output = model(**batch)
-    output.loss.backward()
-    return output, {name: parameter.grad for name, parameter in model.named_parameters()}
+    return make_model(vocabulary)
 
 
 def refuse(*args, **kwargs):
     raise AssertionError("the joint network was called")
 
 
-def assert_same(ours, theirs):
-    total = torch.stack([gradient.norm() for gradient in theirs.values()]).norm()
-    for name, gradient in theirs.items():
-        error = (ours[name] - gradient).norm()
-        # What the softmax or the batch norm behind it cancels has gradient 0, but for rounding.
-        cancelled = name.endswith(("k_proj.bias", "depthwise_conv.bias"))
-        assert error <= (1e-6 * total if cancelled else 1e-5 * gradient.norm()), name
-
-
 def test_loss_and_gradients_of_the_model(kernel, model, speech, vocabulary, monkeypatch):
     batch = train_parakeet.make_batch(*speech, vocabulary)
-    model.train()
     their_output, theirs = loss_and_gradients(model, batch)
     use_fused_loss(model, kernel, max_tile_bytes=1 << 20)
     monkeypatch.setattr(model.joint, "forward", refuse)
     our_output, ours = loss_and_gradients(model, batch)
     assert our_output.loss.item() == pytest.approx(their_output.loss.item(), rel=1e-6)
     assert our_output.logits is None
-    assert_same(ours, theirs)
+    assert_same_gradients(ours, theirs)
 
 
 def test_rnnt_model(kernel, model, speech, vocabulary):
@@ -89,7 +59,7 @@ def test_rnnt_model(kernel, model, speech, vocabulary):
     use_fused_loss(rnnt, kernel)
     our_output, ours = loss_and_gradients(rnnt, batch)
     assert our_output.loss.item() == pytest.approx(their_output.loss.item(), rel=1e-6)
-    assert_same(ours, theirs)
+    assert_same_gradients(ours, theirs)
 
 
 def test_without_labels_nothing_changes(kernel, model, speech, vocabulary):

@@ -4,7 +4,6 @@ The stand-ins refuse to run, so that a loss can only come from the kernel.
 """
 
 import inspect
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from kernels import (  # noqa: E402
 )
 
 MODES = [Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE]
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 @use_kernel_forward_from_hub("TDTLoss")
@@ -134,11 +132,7 @@ def hooked(monkeypatch, transformers_loss, name, layer_name, model_class):
 @pytest.fixture
 def parakeet():
     """The training example, its data cut short: (module, vocabulary, batch)."""
-    pytest.importorskip("transformers.loss.loss_tdt", reason="needs a transformers with the TDT loss")
-    for name in ("jiwer", "librosa", "matplotlib", "tqdm"):
-        pytest.importorskip(name, reason=f"the training example needs {name}")
-    sys.path.insert(0, str(EXAMPLES))
-    import train_parakeet
+    from example_model import EXAMPLES, train_parakeet
 
     waveforms, texts = train_parakeet.load_speech(EXAMPLES / "speech")
     waveforms, texts = [x[:16_000] for x in waveforms[:2]], [text[:4] for text in texts[:2]]

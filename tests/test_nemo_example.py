@@ -2,16 +2,11 @@
 
 import copy
 import pickle
-import sys
-from pathlib import Path
 
+import nemo_loss
 import pytest
 import torch
 from conftest import assert_losses_match, make_batch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import nemo_loss
 
 
 @pytest.fixture

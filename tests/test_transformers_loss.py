@@ -1,24 +1,16 @@
 """`parakeet_tdt_loss` and `parakeet_rnnt_loss`: a Parakeet model of transformers trains with them as its `loss_function`."""
 
 import inspect
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import autograd_nodes, make_batch, transformers_rnnt_loss
+from example_model import EXAMPLES, make_model, train_parakeet
+from transformers import ParakeetForRNNT, ParakeetRNNTConfig
+from transformers.loss import loss_tdt
 
-loss_tdt = pytest.importorskip("transformers.loss.loss_tdt", reason="needs a transformers with the TDT loss")
 loss_rnnt = pytest.importorskip("transformers.loss.loss_rnnt", reason="needs a transformers with the RNN-T loss")
-for name in ("jiwer", "librosa", "matplotlib", "tqdm"):
-    pytest.importorskip(name, reason=f"the training example needs {name}")
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import train_parakeet  # noqa: E402
-from transformers import ParakeetForRNNT, ParakeetRNNTConfig  # noqa: E402
 
 PAD = train_parakeet.PAD
 
@@ -43,8 +35,7 @@ def batch(speech, vocabulary):
 
 @pytest.fixture
 def tdt_model(vocabulary):
-    torch.manual_seed(0)
-    return train_parakeet.build_model(vocabulary).train()
+    return make_model(vocabulary)
 
 
 @pytest.fixture
