@@ -16,6 +16,7 @@ import json
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -190,9 +191,14 @@ def importable(package: str) -> bool:
     return True
 
 
-def median_ms(call: Callable[[int], None], repeats: int = 25, warmup: int = 8) -> float:
+def median_ms(call: Callable[[int], None], repeats: int = 0, warmup: int = 8) -> float:
+    """Of `repeats` calls; 0: of as many as a fifth of a second holds, 25 to 400, so that a moment of a busy host does not decide."""
+    start = time.perf_counter()
     for i in range(warmup):
         call(i)
+    if not repeats:
+        torch.cuda.synchronize()
+        repeats = min(400, max(25, int(0.2 * warmup / (time.perf_counter() - start))))
     events = []
     for i in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

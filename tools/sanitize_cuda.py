@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -59,7 +60,8 @@ def run(tool: str, kind: str, options: argparse.Namespace, further: list[str]) -
     summary = [line for line in lines if "SUMMARY" in line or line.startswith(f"{kind}:")]
     print(f"{tool} {kind}: exit {done.returncode}, {time.monotonic() - start:.0f} s", *summary, sep="\n  ", flush=True)
     if done.returncode != 0:
-        print(*lines[:80], sep="\n", flush=True)
+        sites = Counter(re.sub(r"^=+ +", "", line) for line in lines if re.match(r"=+ +at ", line))
+        print(*lines[:40], *(f"{n} times {site}" for site, n in sites.most_common()), sep="\n", flush=True)
     return {
         "tool": tool,
         "kind": kind,
