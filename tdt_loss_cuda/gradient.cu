@@ -1,9 +1,9 @@
 // The gradient of the logits on the GPU, eq. 7-9 (equations: lattice.cu).
 //
 // A row of token logits is read and written once, where it has occupancy, else only written, and the kernel is bound by
-// that if what is done once per row stays small and nothing waits for it: so the lanes of a warp work out the nodes of
-// several short rows at once, and then the warp turns these rows one after another; four warps turn a longer row, so
-// that fewer rows are in work at a time and the memory sees longer stretches. The gradient of the duration logits is
+// that if what is done once per row stays small and nothing waits for it: so the threads of a block first work out the
+// nodes of all its rows at once, eight a node, and then turn the rows one after another, a warp a short row, four warps
+// a longer one, so that the block works on one stretch of memory at a time. The gradient of the duration logits is
 // written beside the row, never apart from it: a sector of memory written in two parts costs as much as many.
 //
 // Offsets within a row are int, offsets of rows int64. The occupancies come from float64 alpha, beta and LL, whose sum
@@ -15,8 +15,12 @@ namespace tdt {
 namespace cuda {
 namespace {
 
-constexpr int kNodeLanes = 8;  // lanes that work out a node
-constexpr int kShortRows = 4;  // short rows that a warp turns
+constexpr int kBlock = 128;
+constexpr int kNodeLanes = 8;                // threads that work out a node
+constexpr int kNodes = kBlock / kNodeLanes;  // nodes that a block works out at once
+constexpr int kLongRowThreads = 4 * kWarp;   // that turn a row which is not short
+constexpr int kLongRows = 2;                 // of a block: more would spread its reads and writes
+static_assert(kLongRowThreads <= kBlock);
 
 template <typename S, int kThreads>
 __device__ void fill_row(S* out, int n, S value, int thread) {
@@ -45,7 +49,7 @@ struct TokenGradient {
 // The row's softmax part by vectors; the columns of blank and label are then written again by the thread that wrote
 // them before, which keeps every test for them out of the loop. `out` may be `x`.
 template <typename S, int kThreads>
-__device__ void gradient_row(const S* x, S* out, int n, const TokenGradient<accumulate_t<S>>& gradient, int thread) {
+__device__ void gradient_row(const S* x, S* out, int n, const TokenGradient<accumulate_t<S>> gradient, int thread) {
   using Acc = accumulate_t<S>;
   constexpr int kSize = Vector<S>::kSize;
   const RowSplit<S> split(x, n);
@@ -58,7 +62,9 @@ __device__ void gradient_row(const S* x, S* out, int n, const TokenGradient<accu
   const Acc at_blank = owns_blank ? widen(x[gradient.blank]) : Acc(0);
   const Acc at_label = owns_label ? widen(x[gradient.label]) : Acc(0);
 
-  if (thread < split.head) out[thread] = narrow<S>(gradient.clamped(gradient.softmax_part(widen(x[thread]))));
+  // Asked for before anything is stored: a load below a store waits for it, since they might be of one address.
+  const Acc at_head = thread < split.head ? widen(x[thread]) : Acc(0);
+  const Acc at_tail = thread < n - split.tail ? widen(x[split.tail + thread]) : Acc(0);
   const bool clamps = gradient.limit < static_cast<Acc>(INFINITY);
   for (int i = thread; i < split.vectors; i += kThreads * kUnroll) {
     Vector<S> loaded[kUnroll];
@@ -80,41 +86,46 @@ __device__ void gradient_row(const S* x, S* out, int n, const TokenGradient<accu
       }
     }
   }
+  if (thread < split.head) out[thread] = narrow<S>(gradient.clamped(gradient.softmax_part(at_head)));
   if (thread < n - split.tail) {
-    out[split.tail + thread] = narrow<S>(gradient.clamped(gradient.softmax_part(widen(x[split.tail + thread]))));
+    out[split.tail + thread] = narrow<S>(gradient.clamped(gradient.softmax_part(at_tail)));
   }
   if (owns_blank) out[gradient.blank] = narrow<S>(gradient(at_blank, gradient.blank));
   if (owns_label) out[gradient.label] = narrow<S>(gradient(at_label, gradient.label));
 }
 
-// What a row needs of its node, and the gradient of one duration logit.
+// What a row needs of its node, and the gradients of its first duration logits.
 template <typename S>
 struct RowTask {
   TokenGradient<accumulate_t<S>> gradient;
   accumulate_t<S> G;  // G_blank + G_label
   const S* x;
-  S* grad_x;
-  S* grad_z;  // where `duration` belongs, or null; each of the lanes has its own
-  accumulate_t<S> duration;
+  S *grad_x, *grad_z;
+  accumulate_t<S> durations[kNodeLanes];
 };
 
 // Worked out by kNodeLanes lanes, which take the arc pairs in turn. They write what gradients of durations there are
 // beyond the first kNodeLanes.
 template <typename S>
-__device__ RowTask<S> work_out(int64_t row, const RowGroup<kNodeLanes>& lanes, const Batch& batch, const NodeList& list,
-                               const LogitRows<S>& logits, const LogitRows<S>& grad,
-                               const Saved<accumulate_t<S>>& saved, const Upstream<accumulate_t<S>>& upstream,
-                               const Shaping<accumulate_t<S>>& shaping) {
+__device__ void work_out(RowTask<S>& task, int64_t row, const RowGroup<kNodeLanes>& lanes, const Batch& batch,
+                         const NodeList& list, const LogitRows<S>& logits, const LogitRows<S>& grad,
+                         const Saved<accumulate_t<S>>& saved, const Upstream<accumulate_t<S>>& upstream,
+                         const Shaping<accumulate_t<S>>& shaping) {
   using Acc = accumulate_t<S>;
   const Node at = batch.node_at(list.at(row));
   const Extent extent = batch.extent(at.b);
   const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.lattices, shaping.counts);
-  const bool valid = extent.has(at.t, at.u);
+  const bool valid = extent.has(at.t, at.u), lives = valid && sample.lives;
   const Acc scale = upstream.at(at.b);
 
+  // What the forward wrote of the node; of padding, nothing.
+  const Acc* record = saved.node_lp + batch.node(at.b, at.t, at.u) * record_size(batch.D);
+  Acc lse = 0, dur_lp = 0;
   NodeSums<Acc> G{0, 0}, tdt{0, 0};
   ArcPair<Acc> own{0, 0};  // this lane's arc pair of the first lattice
-  if (valid && sample.lives) {
+  if (lives) {
+    lse = record[kLse];
+    if (lanes.lane < batch.D) dur_lp = record[kDurLp + lanes.lane];
     for (int l = 0; l < shaping.lattices; ++l) {
       if (!shaping.counts[l]) continue;
       const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[l], saved, l);
@@ -132,67 +143,50 @@ __device__ RowTask<S> work_out(int64_t row, const RowGroup<kNodeLanes>& lanes, c
   if (shaping.lattices > 1) G_tdt = lanes.sum(tdt.blank) + lanes.sum(tdt.label);
   if (valid && sample.nan) G.blank = G_tdt = static_cast<Acc>(NAN);
 
-  const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[0], saved, 0);
-  S* grad_z = grad.durations.row(row, at);
-  RowTask<S> task;
   const Acc both = G.blank + G.label;
+  S* grad_z = grad.durations.row(row, at);
+  task.durations[lanes.lane] = duration_entry(shaping, dur_lp, own, G_tdt, scale);
+  for (int i = lanes.lane + kNodeLanes; i < batch.D; i += kNodeLanes) {
+    ArcPair<Acc> occ{0, 0};
+    if (lives && G_tdt != 0) {
+      dur_lp = record[kDurLp + i];
+      occ = occupied_node(batch, extent, at, shaping.arcs[0], saved, 0).arc(i);
+    }
+    grad_z[i] = narrow<S>(duration_entry(shaping, dur_lp, occ, G_tdt, scale));
+  }
+  if (lanes.lane > 0) return;
   const int label = at.u < extent.U ? batch.label(at.b, at.u) : -1;
-  task.gradient = {occupied.record[kLse], both * scale, G.blank * scale,     G.label * scale,
-                   shaping.blank,         label,        shaping.limit(scale)};
+  task.gradient = {lse, both * scale, G.blank * scale, G.label * scale, shaping.blank, label, shaping.limit(scale)};
   task.G = both;
   task.x = logits.tokens.row(row, at);
   task.grad_x = grad.tokens.row(row, at);
-  task.grad_z = lanes.lane < batch.D ? grad_z + lanes.lane : nullptr;
-  if (task.grad_z) task.duration = duration_entry(shaping, occupied.record[kDurLp + lanes.lane], own, G_tdt, scale);
-  for (int i = lanes.lane + kNodeLanes; i < batch.D; i += kNodeLanes) {
-    const ArcPair<Acc> occ = G_tdt == 0 ? ArcPair<Acc>{0, 0} : occupied.arc(i);
-    grad_z[i] = narrow<S>(duration_entry(shaping, occupied.record[kDurLp + i], occ, G_tdt, scale));
-  }
-  return task;
+  task.grad_z = grad_z;
 }
 
-// The value that lane `lane` of the warp has.
-template <typename T>
-__device__ __forceinline__ T from_lane(const T& mine, int lane) {
-  static_assert(sizeof(T) % sizeof(int) == 0);
-  T theirs;
-#pragma unroll
-  for (int k = 0; k < static_cast<int>(sizeof(T) / sizeof(int)); ++k) {
-    reinterpret_cast<int*>(&theirs)[k] = __shfl_sync(kFullMask, reinterpret_cast<const int*>(&mine)[k], lane);
-  }
-  return theirs;
-}
-
-// A group turns kRows rows, one after another, whose nodes its lanes work out before, all at once. Every warp of a
-// group does so for itself: cheaper than to wait for one. The groups of a block take its rows in turn, so that the
-// block works on one stretch of memory at a time.
 template <typename S, int kThreads, int kRows>
-__global__ void __launch_bounds__(kRowBlock, kRowBlocks<S>)
+__global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
     gradient_kernel(const __grid_constant__ Batch batch, const NodeList list,
                     const __grid_constant__ LogitRows<S> logits, const __grid_constant__ LogitRows<S> grad,
                     const __grid_constant__ Saved<accumulate_t<S>> saved,
                     const __grid_constant__ Upstream<accumulate_t<S>> upstream,
                     const __grid_constant__ Shaping<accumulate_t<S>> shaping) {
-  static_assert(kThreads >= kWarp && kRows * kNodeLanes <= kWarp);
-  constexpr int kGroups = kRowBlock / kThreads;
-  const RowGroup<kThreads> group;
+  __shared__ RowTask<S> tasks[kRows];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kRows;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), list.n - first));
   const RowGroup<kNodeLanes> lanes;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kGroups * kRows + threadIdx.x / kThreads;
-  const int own = group.lane / kNodeLanes;  // the row whose node this lane helps to work out
-  RowTask<S> mine{};
-  if (own < kRows && first + own * kGroups < list.n) {
-    mine = work_out(first + own * kGroups, lanes, batch, list, logits, grad, saved, upstream, shaping);
+  for (int r = threadIdx.x / kNodeLanes; r < rows; r += kNodes) {
+    work_out(tasks[r], first + r, lanes, batch, list, logits, grad, saved, upstream, shaping);
   }
-  for (int r = 0; r < kRows && first + r * kGroups < list.n; ++r) {
-    const accumulate_t<S> G = from_lane(mine.G, r * kNodeLanes);
-    S* grad_x = from_lane(mine.grad_x, r * kNodeLanes);
-    if (G == 0 || isnan(G)) {  // padding, no alignment through this node, or a malformed sample: x is not read
-      fill_row<S, kThreads>(grad_x, batch.V, narrow<S>(G), group.thread);
+  __syncthreads();
+  const RowGroup<kThreads> group;
+  for (int r = threadIdx.x / kThreads; r < rows; r += kBlock / kThreads) {
+    const RowTask<S>& task = tasks[r];
+    if (task.G == 0 || isnan(task.G)) {  // padding, no alignment through here, or a malformed sample: x is not read
+      fill_row<S, kThreads>(task.grad_x, batch.V, narrow<S>(task.G), group.thread);
     } else {
-      gradient_row<S, kThreads>(from_lane(mine.x, r * kNodeLanes), grad_x, batch.V,
-                                from_lane(mine.gradient, r * kNodeLanes), group.thread);
+      gradient_row<S, kThreads>(task.x, task.grad_x, batch.V, task.gradient, group.thread);
     }
-    if (own == r && group.thread < kWarp && mine.grad_z) *mine.grad_z = narrow<S>(mine.duration);
+    if (group.thread < min(batch.D, kNodeLanes)) task.grad_z[group.thread] = narrow<S>(task.durations[group.thread]);
   }
 }
 
@@ -207,20 +201,17 @@ void Cuda::gradient(const Tensor& like, const Batch& batch, const NodeList& list
   const cuda::LaunchScope scope(like);
   const auto launch = [&](auto threads, auto rows) {
     constexpr int kThreads = decltype(threads)::value, kRows = decltype(rows)::value;
-    const unsigned blocks = cuda::blocks_for(list.n, cuda::kRowBlock / kThreads * kRows);
+    const unsigned blocks = cuda::blocks_for(list.n, kRows);
     cuda::gradient_kernel<S, kThreads, kRows>
-        <<<blocks, cuda::kRowBlock, 0, scope.stream()>>>(batch, list, logits, grad, saved, upstream, shaping);
+        <<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, logits, grad, saved, upstream, shaping);
   };
-  constexpr std::integral_constant<int, 1> kOne{};
-  constexpr std::integral_constant<int, cuda::kShortRows> kSeveral{};
-  constexpr std::integral_constant<int, cuda::kWarp> kOneWarp{};
-  constexpr std::integral_constant<int, 4 * cuda::kWarp> kFourWarps{};
+  using std::integral_constant;
   if (!cuda::is_short_row<S>(batch.V)) {
-    launch(kFourWarps, kOne);
-  } else if (list.n * cuda::kWarp / cuda::kShortRows < cuda::kFillsGpu) {
-    launch(kOneWarp, kOne);
-  } else {
-    launch(kOneWarp, kSeveral);
+    launch(integral_constant<int, cuda::kLongRowThreads>{}, integral_constant<int, cuda::kLongRows>{});
+  } else if (list.n * cuda::kNodeLanes >= cuda::kFillsGpu) {
+    launch(integral_constant<int, cuda::kWarp>{}, integral_constant<int, cuda::kNodes>{});
+  } else {  // fewer rows, more blocks
+    launch(integral_constant<int, cuda::kWarp>{}, integral_constant<int, cuda::kBlock / cuda::kWarp>{});
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -10,6 +10,8 @@ namespace tdt {
 namespace cuda {
 namespace {
 
+constexpr int kBlock = 256;
+
 // log(sum of exp) over a row; every thread of the group gets it.
 template <typename S, int kThreads>
 __device__ accumulate_t<S> row_logsumexp(const S* x, int n, const RowGroup<kThreads>& group) {
@@ -56,11 +58,11 @@ __device__ accumulate_t<S> row_logsumexp(const S* x, int n, const RowGroup<kThre
 // The row of this thread.
 template <int kThreads>
 __device__ int64_t group_row() {
-  return static_cast<int64_t>(blockIdx.x) * (kRowBlock / kThreads) + threadIdx.x / kThreads;
+  return static_cast<int64_t>(blockIdx.x) * (kBlock / kThreads) + threadIdx.x / kThreads;
 }
 
 template <typename S, int kThreads>
-__global__ void __launch_bounds__(kRowBlock, kRowBlocks<S>)
+__global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
     log_probs_kernel(const __grid_constant__ Batch batch, const NodeList list,
                      const __grid_constant__ LogitRows<S> logits, accumulate_t<S>* node_lp,
                      const __grid_constant__ Emission emission) {
@@ -121,16 +123,16 @@ void Cuda::log_probs(const Tensor& like, const Batch& batch, const NodeList& lis
   const cuda::LaunchScope scope(like);
   const auto launch = [&](auto threads) {
     constexpr int kThreads = decltype(threads)::value;
-    const unsigned blocks = cuda::blocks_for(list.n, cuda::kRowBlock / kThreads);
+    const unsigned blocks = cuda::blocks_for(list.n, cuda::kBlock / kThreads);
     cuda::log_probs_kernel<S, kThreads>
-        <<<blocks, cuda::kRowBlock, 0, scope.stream()>>>(batch, list, logits, node_lp, emission);
+        <<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, logits, node_lp, emission);
   };
   if (cuda::is_short_row<S>(batch.V) && list.n * 8 >= cuda::kFillsGpu) {
     launch(std::integral_constant<int, 8>{});
   } else if (cuda::is_short_row<S>(batch.V) || list.n * cuda::kWarp >= cuda::kFillsGpu) {
     launch(std::integral_constant<int, cuda::kWarp>{});
   } else {
-    launch(std::integral_constant<int, cuda::kRowBlock>{});
+    launch(std::integral_constant<int, cuda::kBlock>{});
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

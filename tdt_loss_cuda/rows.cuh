@@ -12,14 +12,12 @@
 
 namespace tdt::cuda {
 
-constexpr int kRowBlock = 256;      // threads of a block that works on rows
 constexpr int kUnroll = 4;          // vectors a thread has in flight
 constexpr int kFillsGpu = 1 << 18;  // threads: one wave of the largest GPUs
 
-// Blocks of a row kernel per multiprocessor to compile for: 32 warps, which leaves 64 registers a thread. float64 needs
-// more.
+// Threads of a row kernel per multiprocessor to compile for: 1024 leave 64 registers each. float64 needs more.
 template <typename S>
-constexpr int kRowBlocks = sizeof(S) == 8 ? 2 : 4;
+constexpr int kRowThreads = sizeof(S) == 8 ? 512 : 1024;
 
 template <typename S>
 bool is_short_row(int V) {

@@ -28,11 +28,14 @@ hypothesis.settings.load_profile("suite")
 def pytest_configure(config):
     config.addinivalue_line("markers", "kernels_ci: the subset for a quick check of a build, under 60 s")
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU")
+    config.addinivalue_line("markers", "two_gpus: needs two NVIDIA GPUs")
 
 
 def pytest_runtest_setup(item):
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
+    if item.get_closest_marker("two_gpus") and torch.cuda.device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs")
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +78,24 @@ TOLERANCE = {
     torch.bfloat16: Tolerance(log_prob=1e-6, lattice=2e-7, loss=1e-6, grad=2e-6, rounding=2**-8),
     torch.float16: Tolerance(log_prob=1e-6, lattice=2e-7, loss=1e-6, grad=2e-6, rounding=2**-11),
 }
+# Durations of every kind.
+DURATIONS = {
+    "RNN-T": (),
+    "one frame": (1,),
+    "zero and one": (0, 1),
+    "parakeet": (0, 1, 2, 3, 4),
+    "no zero": (1, 2),
+    "even only": (2, 4),
+    "a gap": (0, 4),
+    "descending": (4, 3, 2, 1, 0),
+    "shuffled": (2, 0, 3, 1),
+    "duplicates": (1, 0, 1, 2, 2),
+    "duplicated zero": (0, 0, 1),
+    "long": (0, 1, 9, 17),
+    "beyond every frame": (0, 1, 1000, 2**31 - 1, 2**40),
+    "64 of them": tuple(range(63, -1, -1)),
+}
+
 DTYPES = list(TOLERANCE)
 
 

@@ -10,26 +10,10 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from conftest import DTYPES, TOLERANCE, make_batch, same_bits
+from conftest import DTYPES, DURATIONS, TOLERANCE, make_batch, same_bits
 
 LOGITS = ("token_logits", "duration_logits")
 LENGTHS = {"logit_lengths": [9, 7, 4], "target_lengths": [3, 2, 4]}
-DURATIONS = {
-    "RNN-T": (),
-    "one frame": (1,),
-    "zero and one": (0, 1),
-    "parakeet": (0, 1, 2, 3, 4),
-    "no zero": (1, 2),
-    "even only": (2, 4),
-    "a gap": (0, 4),
-    "descending": (4, 3, 2, 1, 0),
-    "shuffled": (2, 0, 3, 1),
-    "duplicates": (1, 0, 1, 2, 2),
-    "duplicated zero": (0, 0, 1),
-    "long": (0, 1, 9, 17),
-    "beyond every frame": (0, 1, 1000, 2**31 - 1, 2**40),
-    "64 of them": tuple(range(63, -1, -1)),
-}
 
 
 class Alignment(NamedTuple):

@@ -6,7 +6,6 @@ from conftest import assert_matches, call, loss_and_grads, make_batch, peak_extr
 from known_values import loss_of_rnnt
 
 pytestmark = pytest.mark.cuda
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 
 LENGTHS = {"logit_lengths": [30, 21, 13, 30], "target_lengths": [12, 3, 7, 9]}
 
@@ -87,7 +86,7 @@ def test_side_stream(kernel):
     assert_same_bits(outcome, expected)
 
 
-@needs_two_gpus
+@pytest.mark.two_gpus
 def test_second_gpu_while_the_first_is_current(kernel, api):
     expected = loss_and_grads(kernel, training_batch(), api)
     assert torch.cuda.current_device() == 0
@@ -98,7 +97,7 @@ def test_second_gpu_while_the_first_is_current(kernel, api):
         assert same_bits(getattr(outcome, name).cpu(), getattr(expected, name).cpu())
 
 
-@needs_two_gpus
+@pytest.mark.two_gpus
 def test_lengths_on_another_gpu(kernel):
     batch = training_batch()
     moved = batch.replace(logit_lengths=batch.logit_lengths.to("cuda:1"), targets=batch.targets.to("cuda:1"))

@@ -21,8 +21,9 @@ PROCESSES = 2
 SECONDS = 180  # until two processes count as hanging
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}  # float64
 
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_two_gpus])])
+devices = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.two_gpus])]
+)
 
 
 def run_in_two_processes(work, tmp_path, device, *args):

@@ -3,7 +3,7 @@
 import oracle
 import pytest
 import torch
-from conftest import TOLERANCE, make_batch, same_bits
+from conftest import DURATIONS, TOLERANCE, make_batch, same_bits
 
 
 def make_node_lp(batch):
@@ -39,23 +39,6 @@ def assert_lattice_matches(kernel, batch):
             torch.testing.assert_close(beta, torch.from_numpy(expected.beta), rtol=tolerance, atol=tolerance)
             assert ll[k, b].item() == pytest.approx(expected.ll, rel=tolerance, abs=tolerance)
     return ll
-
-
-DURATIONS = {
-    "RNN-T": (),
-    "one frame": (1,),
-    "zero and one": (0, 1),
-    "parakeet": (0, 1, 2, 3, 4),
-    "no zero": (1, 2),
-    "even only": (2, 4),
-    "a gap": (0, 4),
-    "descending": (4, 3, 2, 1, 0),
-    "shuffled": (2, 0, 3, 1),
-    "duplicates": (0, 1, 1),
-    "duplicated zero": (0, 0, 1),
-    "long": (0, 1, 9, 17),
-    "beyond every frame": (0, 1, 1000, 2**31 - 1, 2**40),
-}
 
 
 @pytest.mark.kernels_ci

@@ -165,7 +165,7 @@ def test_several_threads_at_once(kernel, device, function):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.two_gpus
 @every_function
 def test_two_threads_on_two_gpus(kernel, function):
     """The first GPU is the current one in both threads."""

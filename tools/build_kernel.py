@@ -271,7 +271,13 @@ def content_hash(source: Path, include_dirs: list[Path]) -> str:
 
 
 def plan(
-    project: Project, tools: Toolchain, backend: str, archs: list[str], extra_flags: list[str], work: Path
+    project: Project,
+    tools: Toolchain,
+    backend: str,
+    archs: list[str],
+    extra_flags: list[str],
+    extra_cuda_flags: list[str],
+    work: Path,
 ) -> Variant:
     """What has to be compiled for one backend, and how."""
     major, minor = release(project.stable_abi[backend])
@@ -306,6 +312,7 @@ def plan(
                     "--expt-relaxed-constexpr",
                     "-lineinfo",
                     *section.get("cuda-flags", []),
+                    *extra_cuda_flags,
                 ]
                 local = ["-ccbin", tools.cxx, "--threads=2", f"-Xcompiler={','.join(maps)}", *places]
             else:
@@ -493,9 +500,8 @@ def build(args: argparse.Namespace) -> None:
     with locked(work):
         (work / "objects").mkdir(exist_ok=True)
         write_if_changed(work / "include" / "registration.h", REGISTRATION_H)
-        variants = [
-            plan(project, tools, backend, args.cuda_archs, args.cxx_flags.split(), work) for backend in backends
-        ]
+        extra = args.cxx_flags.split(), args.cuda_flags.split()
+        variants = [plan(project, tools, backend, args.cuda_archs, *extra, work) for backend in backends]
         compile_all((unit for variant in variants for unit in variant.units), root, args.jobs, args.verbose)
         libraries = [link(variant, tools, work, args.verbose) for variant in variants]
         for variant, library in zip(variants, libraries):
@@ -517,6 +523,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--cxx-flags", default="", metavar="FLAGS", help="more flags for the C++ compiler and its linker, in one word"
+    )
+    parser.add_argument(
+        "--cuda-flags", default="", metavar="FLAGS", help="more flags for the CUDA compiler, in one word"
     )
     parser.add_argument("--output", type=Path, help="the folder that gets the variants (default: build)")
     parser.add_argument("--verbose", action="store_true", help="print every compiler command")

@@ -4,6 +4,10 @@
     LOCAL_KERNELS=kernels-community/tdt-loss=$PWD python tools/sanitize_cuda.py --cases 300
     python tools/sanitize_cuda.py --tools racecheck --fused --kernel-name-exclude kns=gemm       further options go to compute-sanitizer
 
+synccheck runs on a build of its own, whose warps wait for each other in the only form that it knows (tdt_loss_cuda/strip.cuh):
+
+    python tools/build_kernel.py --backend cuda --cuda-flags=-DTDT_SYNCCHECK --output .build/synccheck/build
+
 Every tensor gets memory of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that a read beyond one is a read beyond an allocation. The fused losses, whose
 matrix products are cuBLAS' kernels, are left out of racecheck and initcheck unless --fused says otherwise. Of malformed calls, initcheck has nothing to
 say that is not known: lengths that grow behind torch's back make the gradient of their own sample read what nobody wrote.
@@ -24,6 +28,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 TOOLS = ["memcheck", "racecheck", "initcheck", "synccheck"]
+SYNCCHECK_BUILD = REPO / ".build" / "synccheck"
 FOUND = 86  # exit status where a tool has found something
 
 
@@ -46,11 +51,14 @@ def run(tool: str, kind: str, options: argparse.Namespace, further: list[str]) -
     command += ["--cases", str(options.cases), "--seed", str(options.seed)]
     if tool in ("racecheck", "initcheck") and not options.fused:
         command.append("--skip-fused")
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    if tool == "synccheck":
+        environment["LOCAL_KERNELS"] = f"kernels-community/tdt-loss={SYNCCHECK_BUILD}"
     start = time.monotonic()
     done = subprocess.run(
         command,
         cwd=REPO,
-        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -81,6 +89,8 @@ def main() -> int:
     parser.add_argument("--commit", default=output_of("git", "rev-parse", "--short", "HEAD"))
     parser.add_argument("--output", type=Path, help="instead of benchmarks/results/compute-sanitizer-<device>.json")
     options, further = parser.parse_known_args()
+    if "synccheck" in options.tools and not SYNCCHECK_BUILD.exists():
+        parser.error(f"no build for synccheck in {SYNCCHECK_BUILD}: --help says how to make it")
 
     kinds = {tool: ["valid"] if tool == "initcheck" else ["valid", "malformed"] for tool in options.tools}
     runs = [run(tool, kind, options, further) for tool in options.tools for kind in kinds[tool]]

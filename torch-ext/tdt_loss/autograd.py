@@ -127,15 +127,18 @@ def ask_again(error: RuntimeError, room, *args) -> None:
         raise own from None
 
 
+def _lattice_work(*args):
+    """What a lattice works in: no more than another alpha and beta."""
+    return fake_lattice(*args, True)[1]
+
+
 def room_of_lattice(*args):
-    """Its outputs, and what it works in: no more than another alpha and beta."""
-    return fake_lattice(*args), fake_lattice(*args[:-1], True)[1]
+    return fake_lattice(*args), _lattice_work(*args[:-1])
 
 
 def _room_of_loss(*args):
-    labels, options = args[2:5], (args[_DURATIONS], None, args[_OMEGA])
     outputs = _fake_loss(*args)
-    return outputs, fake_lattice(outputs[1], *labels, *options, True)[1]
+    return outputs, _lattice_work(outputs[1], *args[2:5], args[_DURATIONS], None, args[_OMEGA])
 
 
 # Autograd: the derivative of `loss` is `gradient`, and `gradient` has none.
