@@ -123,7 +123,7 @@ def fused_table(rows: list[dict]) -> str:
         body.append(
             [row["case"], shape, row["api"], row["lattice"], live, f"{row['ms']:.4g}", memory, f"{row['tflops']:.0f}"]
         )
-    first = rows[0]
+    first = next(row for row in rows if "rows" in row and "tiles of" not in row["case"])
     text = (
         f"Forward and backward of joint network and loss on one {first['gpu']} (PyTorch {first['torch']}, commit {first['commit']}, "
         f"{first['date']}), bfloat16, H = 640, relu. Live: the rows that backward computes; TFLOP/s: 8 rows H (V + D) over the time, "

@@ -101,8 +101,11 @@ def separate(kernel, case: Case, logits, duration_logits, *rest):
     return kernel.tdt_loss(logits, duration_logits, *rest, case.V - 1, DURATIONS)
 
 
+_layer = cache(lambda kernel: kernel.layers.TDTLoss())
+
+
 def layer(kernel, case: Case, logits, *rest):
-    return kernel.layers.TDTLoss()(logits[..., : case.V], logits[..., case.V :], *rest, case.V - 1, DURATIONS)
+    return _layer(kernel)(logits[..., : case.V], logits[..., case.V :], *rest, case.V - 1, DURATIONS)
 
 
 def transformers_loss(kernel, case: Case, logits, *rest):
