@@ -19,6 +19,8 @@ import torch
 from transformers import ParakeetForRNNT, ParakeetForTDT
 from transformers.models.parakeet.modeling_parakeet import ParakeetRNNTOutput
 
+IGNORED = -100  # padding of labels that the Trainer does not count
+
 
 def fused_loss(
     model: ParakeetForRNNT,  # or ParakeetForTDT, which is one
@@ -26,20 +28,30 @@ def fused_loss(
     encoder_states: torch.Tensor,  # (B, T, H), the encoder's pooler_output
     decoder_states: torch.Tensor,  # (B, U + 1, H)
     logit_lengths: torch.Tensor,  # (B,)
-    labels: torch.Tensor,  # (B, U)
+    labels: torch.Tensor,  # (B, U), padded as the model pads or with -100
+    num_items_in_batch: torch.Tensor | int | None = None,  # what the Trainer counted: the labels of accumulated batches
     **options: object,
 ) -> torch.Tensor:
-    """The loss that the model's own `forward` gives, with its defaults; options as `tdt_loss_fused_joint` takes them."""
-    config, head = model.config, model.joint.head
-    inputs = (encoder_states, decoder_states, head.weight, head.bias)
+    """The loss that the model's own `forward` gives, with its defaults; options as `tdt_loss_fused_joint` takes them.
+
+    With `reduction="mean_volume"`, `num_items_in_batch` is what the sum of the losses is divided by, as in
+    `parakeet_tdt_loss`: pad with -100 then, the one padding that the Trainer does not count.
+    """
+    config, head, tdt = model.config, model.joint.head, isinstance(model, ParakeetForTDT)
+    padding = config.pad_token_id if tdt else config.blank_token_id
+    label_lengths = ((labels != padding) & (labels != IGNORED)).sum(-1)
     options.setdefault("activation", config.hidden_act)
-    if isinstance(model, ParakeetForTDT):
-        label_lengths = (labels != config.pad_token_id).sum(-1)
-        labelling = (labels, logit_lengths, label_lengths, config.blank_token_id)
-        return kernel.tdt_loss_fused_joint(*inputs, *labelling, list(config.durations), **options)
-    label_lengths = (labels != config.blank_token_id).sum(-1)
+    options.setdefault("reduction", "mean" if tdt else "mean_volume")
+    accumulates = num_items_in_batch is not None and options["reduction"] == "mean_volume"
+    if accumulates:
+        options["reduction"] = "sum"
+    inputs = (encoder_states, decoder_states, head.weight, head.bias)
     labelling = (labels, logit_lengths, label_lengths, config.blank_token_id)
-    return kernel.rnnt_loss_fused_joint(*inputs, *labelling, **options)
+    if tdt:
+        loss = kernel.tdt_loss_fused_joint(*inputs, *labelling, list(config.durations), **options)
+    else:
+        loss = kernel.rnnt_loss_fused_joint(*inputs, *labelling, **options)
+    return loss / max(int(num_items_in_batch), 1) if accumulates else loss
 
 
 def use_fused_loss(model: ParakeetForRNNT, kernel: ModuleType, **options: object) -> None:
@@ -57,6 +69,7 @@ def use_fused_loss(model: ParakeetForRNNT, kernel: ModuleType, **options: object
         *args,
         labels=None,
         encoder_outputs=None,
+        num_items_in_batch=None,
         **kwargs,
     ):
         if labels is None:
@@ -67,9 +80,8 @@ def use_fused_loss(model: ParakeetForRNNT, kernel: ModuleType, **options: object
             encoder_outputs = model.get_audio_features(input_features, attention_mask)
         decoder_states = model.decoder(decoder_input_ids)
         logit_lengths = encoder_outputs.attention_mask.sum(-1)
-        loss = fused_loss(
-            model, kernel, encoder_outputs.pooler_output, decoder_states, logit_lengths, labels, **options
-        )
+        states = (encoder_outputs.pooler_output, decoder_states)
+        loss = fused_loss(model, kernel, *states, logit_lengths, labels, num_items_in_batch, **options)
         return ParakeetRNNTOutput(
             loss=loss,
             last_hidden_state=encoder_outputs.last_hidden_state,

@@ -7,6 +7,7 @@ import example_model
 import pytest
 import torch
 from example_model import EXAMPLES, train_parakeet
+from fused_parakeet import use_fused_loss
 from transformers import TrainerCallback
 
 pytest.importorskip("accelerate", reason="the example needs accelerate")
@@ -50,11 +51,14 @@ class Gradients(TrainerCallback):
         self.of = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def step(loss, samples, vocabulary, batches, *, model_accepts_loss_kwargs=True, **arguments):
+def step(loss, samples, vocabulary, batches, *, model_accepts_loss_kwargs=True, prepare=None, **arguments):
     """One step of the Trainer on all samples, in so many batches: the logged loss and the gradients."""
     seen = Gradients()
+    model = make_model(samples, vocabulary)
+    if prepare is not None:
+        prepare(model)
     trainer = trainer_parakeet.make_trainer(
-        make_model(samples, vocabulary),
+        model,
         loss,
         samples,
         vocabulary,
@@ -86,6 +90,18 @@ def assert_same(ours, theirs):
 def test_accumulated_batches_equal_one_large_batch(kernel, samples, vocabulary, batches):
     loss = partial(kernel.parakeet_tdt_loss, reduction="mean_volume")
     assert_same(step(loss, samples, vocabulary, batches), step(loss, samples, vocabulary, 1))
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_accumulated_batches_of_the_fused_loss(kernel, samples, vocabulary, batches):
+    def fuse(model):
+        use_fused_loss(model, kernel, reduction="mean_volume")
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the loss of logits ran")
+
+    theirs = step(partial(kernel.parakeet_tdt_loss, reduction="mean_volume"), samples, vocabulary, 1)
+    assert_same(step(refuse, samples, vocabulary, batches, prepare=fuse), theirs)
 
 
 def test_it_is_the_mean_over_the_labels_of_all_batches(kernel, samples, vocabulary):
