@@ -24,12 +24,16 @@ README = REPO / "README.md"
 BEGIN, END = "<!-- abi -->", "<!-- /abi -->"
 
 
-def run(variant: str, built_against: str | None, commit: str | None, pytest_arguments: list[str]) -> dict:
+def run(
+    variant: str, as_cuda: str | None, built_against: str | None, commit: str | None, pytest_arguments: list[str]
+) -> dict:
     os.environ["LOCAL_KERNELS"] = f"kernels-community/tdt-loss={REPO}"
     import torch
 
     if variant == "cpu":
         torch.version.cuda = None  # kernels then takes the CPU variant, also where torch is a CUDA build
+    elif as_cuda:
+        torch.version.cuda = as_cuda
     import kernels
     import pytest
 
@@ -74,11 +78,16 @@ def table(rows: list[dict]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=["cpu", "cuda"], required=True, help="the build to load")
+    parser.add_argument(
+        "--as-cuda",
+        metavar="VERSION",
+        help="load the variant of this CUDA, not that of torch's: for its CPU kernels alone, where there is no GPU",
+    )
     parser.add_argument("--built-against", help="what the binary was compiled with, kept as given")
     parser.add_argument("--commit", help="where there is no git checkout")
     options, pytest_arguments = parser.parse_known_args()
 
-    row = run(options.variant, options.built_against, options.commit, pytest_arguments)
+    row = run(options.variant, options.as_cuda, options.built_against, options.commit, pytest_arguments)
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     rows = sorted([row, *(other for other in rows if place(other) != place(row))], key=place)
     RESULTS.write_text(json.dumps(rows, indent=2) + "\n")
