@@ -14,8 +14,6 @@ draws the memory beside it as PNG.
 import argparse
 import datetime
 import json
-import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,13 +22,8 @@ from pathlib import Path
 
 import torch
 from kernels import get_kernel
-
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from record_tests import commit  # noqa: E402
-from sweep import median_ms, peak_extra_bytes  # noqa: E402
+from records import RESULTS, commit, slug
+from sweep import median_ms, peak_extra_bytes
 
 H = 640
 NATS = 10.0  # by which a sharp lattice favours each decision
@@ -217,9 +210,7 @@ def guarded(call: Callable[[], dict]) -> dict:
     """A row that runs out of memory stays in the table."""
     try:
         return call()
-    except RuntimeError as error:  # OutOfMemoryError is one; from within an op only the message says so
-        if not isinstance(error, torch.cuda.OutOfMemoryError) and "empty" not in str(error):
-            raise
+    except torch.cuda.OutOfMemoryError:
         return {"ms": None, "lost": "out of memory"}
     finally:
         torch.cuda.empty_cache()
@@ -327,7 +318,7 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="only time and memory against max_tile_bytes")
     parser.add_argument("--memory", action="store_true", help="only memory against the batch size")
     parser.add_argument("--commit", default=commit())
-    parser.add_argument("--output", type=Path, default=REPO / "benchmarks" / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
 
     kernel = get_kernel("kernels-community/tdt-loss", version=1)
@@ -347,7 +338,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
     }
     rows = [row | common for row in rows]
-    output = options.output / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + "-fused.json")
+    output = options.output / (f"{slug(gpu)}-fused.json")
     measured = {row["case"] for row in rows}
     older = json.loads(output.read_text()) if output.exists() else []
     rows = [row for row in older if row["case"] not in measured] + rows

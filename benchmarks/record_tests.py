@@ -9,19 +9,15 @@ CI has no GPU: what was run on one, when and on what, stands in these files.
 import argparse
 import collections
 import datetime
-import importlib.metadata
 import json
 import platform
-import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-
-REPO = Path(__file__).resolve().parent.parent
+from records import REPO, RESULTS, commit, slug, version
 
 
 class Outcomes:
@@ -39,20 +35,6 @@ class Outcomes:
             self.failed.append(report.nodeid)
         if report.skipped and isinstance(report.longrepr, tuple):
             self.skip_reasons[report.longrepr[2].removeprefix("Skipped: ")] += 1
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def commit() -> str | None:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPO, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
 
 
 def main() -> int:
@@ -87,8 +69,7 @@ def main() -> int:
         "kernels": version("kernels"),
         "transformers": version("transformers"),
     }
-    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    output = options.output or REPO / "benchmarks" / "results" / f"tests-{name}.json"
+    output = options.output or RESULTS / f"tests-{slug(device)}.json"
     output.write_text(json.dumps(result, indent=2) + "\n")
     print(f"{output}: {result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped on {device}")
     return int(status)

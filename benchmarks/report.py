@@ -5,10 +5,9 @@ import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from records import REPO, RESULTS, put
 
-REPO = Path(__file__).resolve().parent.parent
-RESULTS = REPO / "benchmarks" / "results" / "nvidia-h200.json"
-FUSED = RESULTS.with_name("nvidia-h200-fused.json")
+SWEEP, FUSED = RESULTS / "nvidia-h200.json", RESULTS / "nvidia-h200-fused.json"
 RNNT_APIS = ("rnnt_loss", "rnnt_loss, CUDA graph", "torchaudio")
 LATTICES = {"lattice": "TDT", "rnnt lattice": "RNN-T"}
 
@@ -174,19 +173,12 @@ def plot(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def put(text: str, marker: str, content: str) -> str:
-    """The text with what stands between two markers replaced."""
-    begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
-    head, tail = text.split(begin)[0], text.split(end)[1]
-    return f"{head}{begin}\n{content}\n{end}{tail}"
-
-
 def main() -> None:
-    rows = json.loads(RESULTS.read_text())
+    rows = json.loads(SWEEP.read_text())
     readme = REPO / "README.md"
     text = put(readme.read_text(), "report", report(rows))
     readme.write_text(put(text, "fused", fused_table(json.loads(FUSED.read_text()))))
-    plot(rows, RESULTS.with_suffix(".png"))
+    plot(rows, SWEEP.with_suffix(".png"))
 
 
 if __name__ == "__main__":

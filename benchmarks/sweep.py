@@ -13,7 +13,6 @@ import datetime
 import gc
 import importlib
 import json
-import re
 import statistics
 import sys
 import time
@@ -24,12 +23,9 @@ from pathlib import Path
 
 import torch
 from kernels import get_kernel
+from records import REPO, RESULTS, commit, slug, version
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from record_tests import commit, version  # noqa: E402
+sys.path.insert(0, str(REPO / "tests"))  # the oracle's
 
 DURATIONS = [0, 1, 2, 3, 4]
 OMEGA = 0.1
@@ -347,7 +343,7 @@ def main() -> None:
     parser.add_argument("--apis", nargs="*", help="only these, by their names in the results")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--commit", default=commit())
-    parser.add_argument("--output", type=Path, default=REPO / "benchmarks" / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
 
     kernel = get_kernel("kernels-community/tdt-loss", version=1)
@@ -365,7 +361,7 @@ def main() -> None:
     }
     print(f"{gpu}: copy bandwidth {bandwidth:.2f} TB/s", flush=True)
     rows = [row | common for row in rows_of(kernel, options, bandwidth)]
-    output = options.output / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
+    output = options.output / (f"{slug(gpu)}.json")
     output.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     print(output)
 

@@ -15,11 +15,9 @@ out the fused losses, whose matrix products are cuBLAS' own kernels.
 import argparse
 import datetime
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -29,10 +27,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from records import RESULTS, commit, slug, version
+
 KINDS = {"valid": "fuzz_valid", "malformed": "fuzz_malformed"}
 BATCH = 250  # cases of a process
 SECONDS = 900  # that a process may take
-REPO = Path(__file__).resolve().parent.parent
 
 
 def reproduction(kind: str, device: str, seed: int, k: int) -> str:
@@ -130,18 +131,6 @@ def run_batch(kind: str, options: argparse.Namespace, first: int, cases: int) ->
     return failures
 
 
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def commit() -> str | None:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False).stdout.strip() or None
-
-
 def record(kind: str, options: argparse.Namespace, failures: list[dict], seconds: float) -> None:
     """Puts the outcome into benchmarks/results/fuzz-<device>.json, beside that of the other kind."""
     import conftest  # noqa: F401  says where kernels finds the build
@@ -149,12 +138,11 @@ def record(kind: str, options: argparse.Namespace, failures: list[dict], seconds
     from kernels import get_kernel
 
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    path = options.output or REPO / "benchmarks" / "results" / f"fuzz-{name}.json"
+    path = options.output or RESULTS / f"fuzz-{slug(device)}.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     results[kind] = {
         "date": datetime.date.today().isoformat(),
-        "commit": options.commit,
+        "commit": options.commit or commit(),
         "device": device,
         "cases": options.cases,
         "seed": options.seed,
@@ -185,7 +173,7 @@ def main() -> int:
     parser.add_argument("--skip-fused", action="store_true", help="leave out the losses that call cuBLAS")
     parser.add_argument("--in-process", action="store_true", help="no processes, no record: to run under a sanitizer")
     parser.add_argument("--show", action="store_true", help="with --cases 1: say what the case is")
-    parser.add_argument("--commit", default=commit(), help="where there is no git checkout")
+    parser.add_argument("--commit", help="where there is no git checkout")
     parser.add_argument("--output", type=Path, help="instead of benchmarks/results/fuzz-<device>.json")
     parser.add_argument("--no-record", action="store_true", help="leave the results file alone")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -19,9 +19,13 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-RESULTS = REPO / "benchmarks" / "results" / "abi.json"
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+from records import RESULTS, put, version  # noqa: E402
+from records import commit as commit_at_hand  # noqa: E402
+
+ABI = RESULTS / "abi.json"
 README = REPO / "README.md"
-BEGIN, END = "<!-- abi -->", "<!-- /abi -->"
 
 
 def run(
@@ -36,8 +40,6 @@ def run(
         torch.version.cuda = as_cuda
     import kernels
     import pytest
-
-    sys.path.insert(0, str(REPO / "benchmarks"))
     import record_tests
 
     outcomes = record_tests.Outcomes()
@@ -54,8 +56,8 @@ def run(
         "binary": kernel.__name__,
         "built_against": built_against,
         "python": platform.python_version(),
-        "kernels": record_tests.version("kernels"),
-        "commit": commit or record_tests.commit(),
+        "kernels": version("kernels"),
+        "commit": commit or commit_at_hand(),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -88,11 +90,10 @@ def main() -> int:
     options, pytest_arguments = parser.parse_known_args()
 
     row = run(options.variant, options.as_cuda, options.built_against, options.commit, pytest_arguments)
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    rows = json.loads(ABI.read_text()) if ABI.exists() else []
     rows = sorted([row, *(other for other in rows if place(other) != place(row))], key=place)
-    RESULTS.write_text(json.dumps(rows, indent=2) + "\n")
-    head, _, rest = README.read_text().partition(BEGIN)
-    README.write_text(f"{head}{BEGIN}\n{table(rows)}\n{END}{rest.partition(END)[2]}")
+    ABI.write_text(json.dumps(rows, indent=2) + "\n")
+    README.write_text(put(README.read_text(), "abi", table(rows)))
     print(f"{row['variant']} with torch {row['torch']}: {row['passed']} passed, {row['failed']} failed")
     return 1 if row["failed"] or not row["passed"] else 0
 

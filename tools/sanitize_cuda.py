@@ -27,6 +27,10 @@ from collections import Counter
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+from records import RESULTS, commit, slug  # noqa: E402
+
 TOOLS = ["memcheck", "racecheck", "initcheck", "synccheck"]
 SYNCCHECK_BUILD = REPO / ".build" / "synccheck"
 FOUND = 86  # exit status where a tool has found something
@@ -86,7 +90,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--fused", action="store_true", help="the fused losses under every tool")
-    parser.add_argument("--commit", default=output_of("git", "rev-parse", "--short", "HEAD"))
+    parser.add_argument("--commit", default=commit())
     parser.add_argument("--output", type=Path, help="instead of benchmarks/results/compute-sanitizer-<device>.json")
     options, further = parser.parse_known_args()
     if "synccheck" in options.tools and not SYNCCHECK_BUILD.exists():
@@ -95,7 +99,6 @@ def main() -> int:
     kinds = {tool: ["valid"] if tool == "initcheck" else ["valid", "malformed"] for tool in options.tools}
     runs = [run(tool, kind, options, further) for tool in options.tools for kind in kinds[tool]]
     device = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()[0]
-    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     result = {
         "date": datetime.date.today().isoformat(),
         "commit": options.commit,
@@ -107,7 +110,7 @@ def main() -> int:
         "options": further,
         "runs": runs,
     }
-    output = options.output or REPO / "benchmarks" / "results" / f"compute-sanitizer-{name}.json"
+    output = options.output or RESULTS / f"compute-sanitizer-{slug(device)}.json"
     output.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {output}")
     return int(any(outcome["exit"] != 0 for outcome in runs))
