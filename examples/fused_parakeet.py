@@ -19,8 +19,6 @@ import torch
 from transformers import ParakeetForRNNT, ParakeetForTDT
 from transformers.models.parakeet.modeling_parakeet import ParakeetRNNTOutput
 
-IGNORED = -100  # padding of labels that the Trainer does not count
-
 
 def fused_loss(
     model: ParakeetForRNNT,  # or ParakeetForTDT, which is one
@@ -34,24 +32,22 @@ def fused_loss(
 ) -> torch.Tensor:
     """The loss that the model's own `forward` gives, with its defaults; options as `tdt_loss_fused_joint` takes them.
 
-    With `reduction="mean_volume"`, `num_items_in_batch` is what the sum of the losses is divided by, as in
-    `parakeet_tdt_loss`: pad with -100 then, the one padding that the Trainer does not count.
+    `num_items_in_batch` counts with `reduction="mean_volume"`, as in `parakeet_tdt_loss`: pad with -100 then.
     """
     config, head, tdt = model.config, model.joint.head, isinstance(model, ParakeetForTDT)
-    padding = config.pad_token_id if tdt else config.blank_token_id
-    label_lengths = ((labels != padding) & (labels != IGNORED)).sum(-1)
-    options.setdefault("activation", config.hidden_act)
-    options.setdefault("reduction", "mean" if tdt else "mean_volume")
-    accumulates = num_items_in_batch is not None and options["reduction"] == "mean_volume"
-    if accumulates:
-        options["reduction"] = "sum"
     inputs = (encoder_states, decoder_states, head.weight, head.bias)
-    labelling = (labels, logit_lengths, label_lengths, config.blank_token_id)
-    if tdt:
-        loss = kernel.tdt_loss_fused_joint(*inputs, *labelling, list(config.durations), **options)
-    else:
-        loss = kernel.rnnt_loss_fused_joint(*inputs, *labelling, **options)
-    return loss / max(int(num_items_in_batch), 1) if accumulates else loss
+    options.setdefault("activation", config.hidden_act)
+    reduction = options.pop("reduction", "mean" if tdt else "mean_volume")
+
+    def loss(targets: torch.Tensor, target_lengths: torch.Tensor, reduction: str) -> torch.Tensor:
+        labelling = (targets, logit_lengths, target_lengths, config.blank_token_id)
+        if tdt:
+            durations = list(config.durations)
+            return kernel.tdt_loss_fused_joint(*inputs, *labelling, durations, reduction=reduction, **options)
+        return kernel.rnnt_loss_fused_joint(*inputs, *labelling, reduction=reduction, **options)
+
+    label_lengths = (labels != (config.pad_token_id if tdt else config.blank_token_id)).sum(-1)
+    return kernel.transformers_loss.reduce_accumulated(loss, labels, label_lengths, reduction, num_items_in_batch)
 
 
 def use_fused_loss(model: ParakeetForRNNT, kernel: ModuleType, **options: object) -> None:

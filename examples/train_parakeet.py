@@ -149,6 +149,11 @@ def join_processes(device: torch.device) -> torch.device:
     return device
 
 
+def rank_and_processes() -> tuple[int, int]:
+    """The rank of this process, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def sum_over_processes(value: float | torch.Tensor, device: torch.device) -> float:
     total = torch.as_tensor(value, dtype=torch.float64).to(device, copy=True)
     if dist.is_initialized():
@@ -163,7 +168,7 @@ def loss_weight(samples: int, device: torch.device) -> float:
     the mean over the samples of all processes, however many each has. (A loss per label wants `reduction="sum"`, times the
     number of processes, over the labels of all: what README says under "Several GPUs".)
     """
-    processes = dist.get_world_size() if dist.is_initialized() else 1
+    _, processes = rank_and_processes()
     return samples * processes / sum_over_processes(samples, device)
 
 
@@ -184,7 +189,7 @@ def train(
         The loss of every step, in nats per label (`reduction="mean"`), over the samples of all processes.
     """
     device = batch["labels"].device
-    processes = dist.get_world_size() if dist.is_initialized() else 1
+    _, processes = rank_and_processes()
     replica = DistributedDataParallel(model) if dist.is_initialized() else model
     weight = loss_weight(len(batch["labels"]), device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
@@ -269,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train, transcribe, report; returns 0 when every word is right."""
     args = parse_args(argv)
     device = join_processes(torch.device(args.device))
-    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, processes = rank_and_processes()
     kernel = get_kernel(REPO_ID, version=VERSION)
 
     waveforms, said = load_speech(args.speech)

@@ -82,12 +82,16 @@ def assert_comes_from(kernel, forward):
     assert Path(inspect.getfile(forward.__func__)).parent == Path(kernel.__file__).parent
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_a_layer_for_tdt(kernel, device, mapping, mode):
-    module = StandIn()
+def kernelized(kernel, module, mapping, mode, device):
     with use_kernel_mapping(mapping, inherit_mapping=False):
         kernelize(module, mode=mode, device=device, use_fallback=False)
     assert_comes_from(kernel, module.forward)
+    return module
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_layer_for_tdt(kernel, device, mapping, mode):
+    module = kernelized(kernel, StandIn(), mapping, mode, device)
     if Mode.TORCH_COMPILE in mode:
         module = torch.compile(module, fullgraph=True)
     batch = make_batch(B=2, T=6, U=3, V=11, device=device)
@@ -107,10 +111,7 @@ def test_a_layer_for_tdt(kernel, device, mapping, mode):
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_layer_for_rnnt(kernel, device, mapping, mode):
-    module = RNNTStandIn()
-    with use_kernel_mapping(mapping, inherit_mapping=False):
-        kernelize(module, mode=mode, device=device, use_fallback=False)
-    assert_comes_from(kernel, module.forward)
+    module = kernelized(kernel, RNNTStandIn(), mapping, mode, device)
     batch = make_batch(B=2, T=6, U=3, V=11, durations=(), device=device)
     loss, names = ops_that_run(lambda: module(*batch.rnnt_args, reduction="sum"))
     assert "loss" in of(kernel, names)

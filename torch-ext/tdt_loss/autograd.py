@@ -113,18 +113,12 @@ def call(op, room, *args):
     try:
         return op(*args)
     except RuntimeError as error:
-        ask_again(error, room, *args)
+        if "API call failed" in str(error):
+            try:
+                room(*args)  # from here, where an error keeps its type
+            except RuntimeError as own:
+                raise own from None
         raise
-
-
-def ask_again(error: RuntimeError, room, *args) -> None:
-    """Asks for the memory from here, where an error keeps its type."""
-    if "API call failed" not in str(error):
-        return
-    try:
-        room(*args)
-    except RuntimeError as own:
-        raise own from None
 
 
 def _lattice_work(*args):
@@ -172,12 +166,8 @@ def _backward_loss(ctx, grad_loss, *_):
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             grad_logits, grad_durations = call(ops.gradient, _fake_gradient, *arguments)  # refuses to be differentiated
         else:
-            try:
-                with torch._C._AutoDispatchBelowAutograd():
-                    grad_logits, grad_durations = ops.gradient(*arguments)
-            except RuntimeError as error:
-                ask_again(error, _fake_gradient, *arguments)
-                raise
+            with torch._C._AutoDispatchBelowAutograd():
+                grad_logits, grad_durations = call(ops.gradient, _fake_gradient, *arguments)
         grads[0] = grad_logits if ctx.needs_input_grad[0] else None
         grads[1] = grad_durations if ctx.needs_input_grad[1] else None
     return tuple(grads)
@@ -202,12 +192,8 @@ class LossFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        try:
-            with torch._C._AutoDispatchBelowAutograd():  # straight to the kernel
-                output = ops.loss(*args)
-        except RuntimeError as error:
-            ask_again(error, _room_of_loss, *args)
-            raise
+        with torch._C._AutoDispatchBelowAutograd():  # straight to the kernel
+            output = call(ops.loss, _room_of_loss, *args)
         _setup_loss(ctx, args, output)
         return output
 

@@ -71,7 +71,7 @@ def parakeet_tdt_loss(
         ...                                 logit_lengths=torch.tensor([3]), label_lengths=torch.tensor([1]), durations=[0, 1, 2])
         >>> loss.backward()
     """
-    return _reduced(
+    return reduce_accumulated(
         lambda targets, target_lengths, reduction: tdt_loss_of_slices(
             _with_positions(token_logits),
             _with_positions(duration_logits),
@@ -136,7 +136,7 @@ def parakeet_rnnt_loss(
         >>> loss = kernel.parakeet_rnnt_loss(torch.zeros(1, 3, 2, 4), labels=torch.tensor([[0]]), logit_lengths=torch.tensor([3]),
         ...                                  label_lengths=torch.tensor([1]), blank_token_id=3)
     """
-    return _reduced(
+    return reduce_accumulated(
         lambda targets, target_lengths, reduction: rnnt_loss(
             _with_positions(logits),
             targets,
@@ -162,7 +162,7 @@ def _with_positions(logits: Tensor) -> Tensor:
     return logits.unsqueeze(2) if logits.dim() == 3 else logits
 
 
-def _reduced(
+def reduce_accumulated(
     loss: Callable[[Tensor, Tensor, str], Tensor],
     labels: Tensor,
     label_lengths: Tensor,
