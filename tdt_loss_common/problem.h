@@ -139,6 +139,10 @@ struct Rows {
   TDT_HD S* row(int64_t row, const Node& at) const {
     return data + row * stride_row + at.b * stride_b + at.t * stride_t + at.u * stride_u;
   }
+  // Whether the rows of a tensor lie one behind the other, each n elements after the last.
+  bool are_packed(const Batch& batch, int64_t n) const {
+    return stride_u == n && stride_t == n * batch.max_U1 && stride_b == stride_t * batch.max_T;
+  }
 };
 
 // One record per node: lse(x), eq. 1, eq. 2, then eq. 3 for each duration. Padded so that a record is a multiple of 16

@@ -2,9 +2,9 @@
 //
 // A row of token logits is read and written once, where it has occupancy, else only written, and the kernel is bound by
 // that if what is done once per row stays small and nothing waits for it: so the threads of a block first work out the
-// nodes of all its rows at once, eight a node, and then turn the rows one after another, a warp a short row, four warps
-// a longer one, so that the block works on one stretch of memory at a time. The gradient of the duration logits is
-// written beside the row, never apart from it: a sector of memory written in two parts costs as much as many.
+// nodes of all its rows at once, eight a node, and then turn the rows, a warp a short row, two warps a longer one. The
+// gradient of the duration logits is written with the row, as part of it where it lies behind it: a sector of memory
+// that is written in two parts costs as much as many.
 //
 // Offsets within a row are int, offsets of rows int64. The occupancies come from float64 alpha, beta and LL, whose sum
 // cancels; what is made of them is float32 (float64 for float64 logits).
@@ -16,21 +16,21 @@ namespace cuda {
 namespace {
 
 constexpr int kBlock = 128;
-constexpr int kNodeLanes = 8;                // threads that work out a node
-constexpr int kNodes = kBlock / kNodeLanes;  // nodes that a block works out at once
-constexpr int kLongRowThreads = 4 * kWarp;   // that turn a row which is not short
-constexpr int kLongRows = 2;                 // of a block: more would spread its reads and writes
-static_assert(kLongRowThreads <= kBlock);
+constexpr int kNodeLanes = 8;  // threads that work out a node
 
-template <typename S, int kThreads>
-__device__ void fill_row(S* out, int n, S value, int thread) {
-  constexpr int kSize = Vector<S>::kSize;
-  const RowSplit<S> split(out, n);
-  const Vector<S> filled = Vector<S>::of(widen(value));
-  if (thread < split.head) out[thread] = value;
-  for (int i = thread; i < split.vectors; i += kThreads) filled.store(out + split.head + i * kSize);
-  if (thread < n - split.tail) out[split.tail + thread] = value;
-}
+// How rows are shared out: kThreads turn a row, and a block has the next kRows rows. More would spread what the GPU
+// reads and writes at a time over more memory, which costs bandwidth; fewer would leave it waiting for nodes.
+template <int kThreadsOfRow, int kRowsOfBlock>
+struct Shape {
+  static constexpr int kThreads = kThreadsOfRow, kRows = kRowsOfBlock;
+  static constexpr bool kShort = kThreads <= kWarp;
+  // Warps of a long row write whole cache lines. A short row would need another round for that; it is left to the
+  // cache to put together what its warps write in parts.
+  static constexpr int kBoundary = kShort ? 16 : kCacheLine;
+  static constexpr Caching kStores = kShort ? Caching::kKept : Caching::kBypassed;
+};
+using LongRows = Shape<2 * kWarp, 2>;
+using ShortRows = Shape<kWarp, 16>;
 
 // eq. 8: softmax(x)_v * G, less G_blank and G_label at their columns, times the upstream gradient.
 template <typename Acc>
@@ -39,70 +39,120 @@ struct TokenGradient {
   int blank, label;  // label -1: no such column
   Acc limit;         // of every entry: clamp times the upstream gradient, or +inf
 
-  __device__ __forceinline__ Acc clamped(Acc x) const { return x > limit ? limit : x < -limit ? -limit : x; }
-  __device__ __forceinline__ Acc softmax_part(Acc x) const { return exp_of(x - lse) * scaled_G; }
+  __device__ __forceinline__ static Acc clamped(Acc x, Acc limit) {
+    return x > limit ? limit : x < -limit ? -limit : x;
+  }
   __device__ __forceinline__ Acc operator()(Acc x, int v) const {
-    return clamped(softmax_part(x) - (v == blank ? scaled_blank : Acc(0)) - (v == label ? scaled_label : Acc(0)));
+    const Acc softmax_part = exp_of(x - lse) * scaled_G;
+    return clamped(softmax_part - (v == blank ? scaled_blank : Acc(0)) - (v == label ? scaled_label : Acc(0)), limit);
   }
 };
-
-// The row's softmax part by vectors; the columns of blank and label are then written again by the thread that wrote
-// them before, which keeps every test for them out of the loop. `out` may be `x`.
-template <typename S, int kThreads>
-__device__ void gradient_row(const S* x, S* out, int n, const TokenGradient<accumulate_t<S>> gradient, int thread) {
-  using Acc = accumulate_t<S>;
-  constexpr int kSize = Vector<S>::kSize;
-  const RowSplit<S> split(x, n);
-  if (reinterpret_cast<uintptr_t>(x) % 16 != reinterpret_cast<uintptr_t>(out) % 16) {  // no common boundary
-    for (int v = thread; v < n; v += kThreads) out[v] = narrow<S>(gradient(widen(x[v]), v));
-    return;
-  }
-  const bool owns_blank = split.owner(gradient.blank, kThreads) == thread;
-  const bool owns_label = gradient.label >= 0 && split.owner(gradient.label, kThreads) == thread;
-  const Acc at_blank = owns_blank ? widen(x[gradient.blank]) : Acc(0);
-  const Acc at_label = owns_label ? widen(x[gradient.label]) : Acc(0);
-
-  // Asked for before anything is stored: a load below a store waits for it, since they might be of one address.
-  const Acc at_head = thread < split.head ? widen(x[thread]) : Acc(0);
-  const Acc at_tail = thread < n - split.tail ? widen(x[split.tail + thread]) : Acc(0);
-  const bool clamps = gradient.limit < static_cast<Acc>(INFINITY);
-  for (int i = thread; i < split.vectors; i += kThreads * kUnroll) {
-    Vector<S> loaded[kUnroll];
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      if (i + k * kThreads < split.vectors) loaded[k] = Vector<S>::load(x + split.head + (i + k * kThreads) * kSize);
-    }
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      if (i + k * kThreads < split.vectors) {
-        Acc values[kSize];
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) values[j] = gradient.softmax_part(loaded[k].at(j));
-        if (clamps) {
-#pragma unroll
-          for (int j = 0; j < kSize; ++j) values[j] = gradient.clamped(values[j]);
-        }
-        Vector<S>::pack(values).store(out + split.head + (i + k * kThreads) * kSize);
-      }
-    }
-  }
-  if (thread < split.head) out[thread] = narrow<S>(gradient.clamped(gradient.softmax_part(at_head)));
-  if (thread < n - split.tail) {
-    out[split.tail + thread] = narrow<S>(gradient.clamped(gradient.softmax_part(at_tail)));
-  }
-  if (owns_blank) out[gradient.blank] = narrow<S>(gradient(at_blank, gradient.blank));
-  if (owns_label) out[gradient.label] = narrow<S>(gradient(at_label, gradient.label));
-}
 
 // What a row needs of its node, and the gradients of its first duration logits.
 template <typename S>
 struct RowTask {
-  TokenGradient<accumulate_t<S>> gradient;
-  accumulate_t<S> G;  // G_blank + G_label
+  using Acc = accumulate_t<S>;
+  TokenGradient<Acc> gradient;
+  Acc G;  // G_blank + G_label
   const S* x;
   S *grad_x, *grad_z;
-  accumulate_t<S> durations[kNodeLanes];
+  Acc durations[kNodeLanes];
 };
+
+// The elements of a row outside its vectors, one a thread: the head, and from thread kTailThread on the tail with as
+// many gradients of durations as lie behind it.
+template <typename S>
+struct RowEnds {
+  static constexpr int kTailThread = kWarp / 2;
+  static_assert(Vector<S>::kSize - 1 + kNodeLanes <= kWarp - kTailThread);
+  int element;  // of this thread, or -1
+
+  template <class Split>
+  __device__ RowEnds(const Split& split, int n, int thread) {
+    const int in_tail = thread - kTailThread;
+    element = thread < split.head ? thread : in_tail >= 0 && in_tail < n - split.tail ? split.tail + in_tail : -1;
+  }
+};
+
+// n zeros, written by a block.
+template <typename S>
+__device__ void fill_stretch(S* out, int n) {
+  constexpr int kSize = Vector<S>::kSize;
+  const RowSplit<S, kCacheLine> split(out, n);
+  const Vector<S> zeros = Vector<S>::of(0);
+  for (int i = threadIdx.x - split.skipped; i < split.vectors; i += kBlock) {
+    if (split.has(i)) zeros.store(out + split.head + i * kSize);
+  }
+  const RowEnds<S> ends(split, n, threadIdx.x);
+  if (ends.element >= 0) out[ends.element] = narrow<S>(0);
+}
+
+// The gradients of a row's V tokens and of its first durations.
+template <typename S, class Shape>
+__device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
+  using Acc = accumulate_t<S>;
+  constexpr int kSize = Vector<S>::kSize, kThreads = Shape::kThreads;
+  const S* const x = task.x;
+  S* const out = task.grad_x;
+  const bool reads = task.G != 0 && !isnan(task.G);  // else padding, no alignment, or a malformed sample
+  const RowSplit<S, Shape::kBoundary> split(out, V);
+  const bool joint = task.grad_z == out + V;
+  const RowEnds<S> ends(split, joint ? V + min(D, kNodeLanes) : V, thread);
+  if (!joint && thread < min(D, kNodeLanes)) task.grad_z[thread] = narrow<S>(task.durations[thread]);
+
+  if (!reads) {
+    const Vector<S> filled = Vector<S>::of(task.G);
+    for (int i = thread - split.skipped; i < split.vectors; i += kThreads) {
+      if (split.has(i)) filled.template store<Shape::kStores>(out + split.head + i * kSize);
+    }
+    if (ends.element >= 0) out[ends.element] = narrow<S>(ends.element < V ? task.G : task.durations[ends.element - V]);
+    return;
+  }
+  if (reinterpret_cast<uintptr_t>(x) % 16 != reinterpret_cast<uintptr_t>(out) % 16) {  // no common boundary
+    for (int v = thread; v < V; v += kThreads) out[v] = narrow<S>(task.gradient(widen(x[v]), v));
+    if (ends.element >= V) out[ends.element] = narrow<S>(task.durations[ends.element - V]);
+    return;
+  }
+
+  // The columns of blank and label are written again by the thread that wrote them before, which keeps every test for
+  // them out of the loop. All single elements are asked for before anything is stored: a load below a store waits for
+  // it, since they might be of one address.
+  const int blank = task.gradient.blank, label = task.gradient.label;
+  const bool owns_blank = split.in_body(blank) && split.owner(blank, kThreads) == thread;
+  const bool owns_label = split.in_body(label) && split.owner(label, kThreads) == thread;
+  S at_blank{}, at_label{}, at_end{};
+  if (owns_blank) at_blank = x[blank];
+  if (owns_label) at_label = x[label];
+  if (ends.element >= 0 && ends.element < V) at_end = x[ends.element];
+  const Acc lse = task.gradient.lse, scaled_G = task.gradient.scaled_G, limit = task.gradient.limit;
+  const bool clamps = limit < static_cast<Acc>(INFINITY);
+  for (int i = thread - split.skipped; i < split.vectors; i += kThreads * kUnroll) {
+    Vector<S> loaded[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      if (split.has(i + k * kThreads)) loaded[k] = Vector<S>::load(x + split.head + (i + k * kThreads) * kSize);
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      if (split.has(i + k * kThreads)) {
+        Acc values[kSize];
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) values[j] = exp_of(loaded[k].at(j) - lse) * scaled_G;
+        if (clamps) {
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) values[j] = task.gradient.clamped(values[j], limit);
+        }
+        Vector<S>::pack(values).template store<Shape::kStores>(out + split.head + (i + k * kThreads) * kSize);
+      }
+    }
+  }
+  if (ends.element >= 0) {
+    out[ends.element] =
+        narrow<S>(ends.element < V ? task.gradient(widen(at_end), ends.element) : task.durations[ends.element - V]);
+  }
+  if (owns_blank) out[blank] = narrow<S>(task.gradient(widen(at_blank), blank));
+  if (owns_label) out[label] = narrow<S>(task.gradient(widen(at_label), label));
+}
 
 // Worked out by kNodeLanes lanes, which take the arc pairs in turn. They write what gradients of durations there are
 // beyond the first kNodeLanes.
@@ -117,6 +167,11 @@ __device__ void work_out(RowTask<S>& task, int64_t row, const RowGroup<kNodeLane
   const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.lattices, shaping.counts);
   const bool valid = extent.has(at.t, at.u), lives = valid && sample.lives;
   const Acc scale = upstream.at(at.b);
+  if (lanes.lane == 0) {
+    task.x = logits.tokens.row(row, at);
+    task.grad_x = grad.tokens.row(row, at);
+    task.grad_z = grad.durations.row(row, at);
+  }
 
   // What the forward wrote of the node; of padding, nothing.
   const Acc* record = saved.node_lp + batch.node(at.b, at.t, at.u) * record_size(batch.D);
@@ -144,7 +199,6 @@ __device__ void work_out(RowTask<S>& task, int64_t row, const RowGroup<kNodeLane
   if (valid && sample.nan) G.blank = G_tdt = static_cast<Acc>(NAN);
 
   const Acc both = G.blank + G.label;
-  S* grad_z = grad.durations.row(row, at);
   task.durations[lanes.lane] = duration_entry(shaping, dur_lp, own, G_tdt, scale);
   for (int i = lanes.lane + kNodeLanes; i < batch.D; i += kNodeLanes) {
     ArcPair<Acc> occ{0, 0};
@@ -152,41 +206,48 @@ __device__ void work_out(RowTask<S>& task, int64_t row, const RowGroup<kNodeLane
       dur_lp = record[kDurLp + i];
       occ = occupied_node(batch, extent, at, shaping.arcs[0], saved, 0).arc(i);
     }
-    grad_z[i] = narrow<S>(duration_entry(shaping, dur_lp, occ, G_tdt, scale));
+    grad.durations.row(row, at)[i] = narrow<S>(duration_entry(shaping, dur_lp, occ, G_tdt, scale));
   }
   if (lanes.lane > 0) return;
   const int label = at.u < extent.U ? batch.label(at.b, at.u) : -1;
   task.gradient = {lse, both * scale, G.blank * scale, G.label * scale, shaping.blank, label, shaping.limit(scale)};
   task.G = both;
-  task.x = logits.tokens.row(row, at);
-  task.grad_x = grad.tokens.row(row, at);
-  task.grad_z = grad_z;
 }
 
-template <typename S, int kThreads, int kRows>
+// `packed`: the elements from one row of gradients to the next, where rows follow one another without a gap; else 0.
+template <typename S, class Shape>
 __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
     gradient_kernel(const __grid_constant__ Batch batch, const NodeList list,
                     const __grid_constant__ LogitRows<S> logits, const __grid_constant__ LogitRows<S> grad,
                     const __grid_constant__ Saved<accumulate_t<S>> saved,
                     const __grid_constant__ Upstream<accumulate_t<S>> upstream,
-                    const __grid_constant__ Shaping<accumulate_t<S>> shaping) {
-  __shared__ RowTask<S> tasks[kRows];
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kRows;
-  const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), list.n - first));
+                    const __grid_constant__ Shaping<accumulate_t<S>> shaping, int packed) {
+  constexpr int kThreads = Shape::kThreads;
+  const RowGroup<kThreads> group;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * Shape::kRows;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(Shape::kRows), list.n - first));
+  if (Shape::kShort && packed > 0) {
+    bool valid = false;
+    if (threadIdx.x < rows) {
+      const Node at = batch.node_at(first + threadIdx.x);
+      valid = batch.extent(at.b).has(at.t, at.u);
+    }
+    if (!__syncthreads_or(valid)) {  // padding alone: one stretch
+      const Node start = batch.node_at(first);
+      fill_stretch(grad.tokens.row(first, start), rows * packed);
+      if (packed == batch.V) fill_stretch(grad.durations.row(first, start), rows * batch.D);
+      return;
+    }
+  }
+
+  __shared__ RowTask<S> tasks[Shape::kRows];
   const RowGroup<kNodeLanes> lanes;
-  for (int r = threadIdx.x / kNodeLanes; r < rows; r += kNodes) {
+  for (int r = threadIdx.x / kNodeLanes; r < rows; r += kBlock / kNodeLanes) {
     work_out(tasks[r], first + r, lanes, batch, list, logits, grad, saved, upstream, shaping);
   }
   __syncthreads();
-  const RowGroup<kThreads> group;
   for (int r = threadIdx.x / kThreads; r < rows; r += kBlock / kThreads) {
-    const RowTask<S>& task = tasks[r];
-    if (task.G == 0 || isnan(task.G)) {  // padding, no alignment through here, or a malformed sample: x is not read
-      fill_row<S, kThreads>(task.grad_x, batch.V, narrow<S>(task.G), group.thread);
-    } else {
-      gradient_row<S, kThreads>(task.x, task.grad_x, batch.V, task.gradient, group.thread);
-    }
-    if (group.thread < min(batch.D, kNodeLanes)) task.grad_z[group.thread] = narrow<S>(task.durations[group.thread]);
+    write_row<S, Shape>(tasks[r], batch.V, batch.D, group.thread);
   }
 }
 
@@ -199,20 +260,17 @@ void Cuda::gradient(const Tensor& like, const Batch& batch, const NodeList& list
                     const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
                     const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping) {
   const cuda::LaunchScope scope(like);
-  const auto launch = [&](auto threads, auto rows) {
-    constexpr int kThreads = decltype(threads)::value, kRows = decltype(rows)::value;
-    const unsigned blocks = cuda::blocks_for(list.n, kRows);
-    cuda::gradient_kernel<S, kThreads, kRows>
-        <<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, logits, grad, saved, upstream, shaping);
+  const bool joint = grad.durations.data == grad.tokens.data + batch.V;
+  const int width = joint ? batch.V + batch.D : batch.V;
+  const bool packed =
+      !list.nodes && grad.tokens.are_packed(batch, width) && (joint || grad.durations.are_packed(batch, batch.D));
+  const auto launch = [&](auto shape) {
+    using Shape = decltype(shape);
+    const unsigned blocks = cuda::blocks_for(list.n, Shape::kRows);
+    cuda::gradient_kernel<S, Shape><<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, logits, grad, saved,
+                                                                                 upstream, shaping, packed ? width : 0);
   };
-  using std::integral_constant;
-  if (!cuda::is_short_row<S>(batch.V)) {
-    launch(integral_constant<int, cuda::kLongRowThreads>{}, integral_constant<int, cuda::kLongRows>{});
-  } else if (list.n * cuda::kNodeLanes >= cuda::kFillsGpu) {
-    launch(integral_constant<int, cuda::kWarp>{}, integral_constant<int, cuda::kNodes>{});
-  } else {  // fewer rows, more blocks
-    launch(integral_constant<int, cuda::kWarp>{}, integral_constant<int, cuda::kBlock / cuda::kWarp>{});
-  }
+  cuda::is_short_row<S>(batch.V) ? launch(cuda::ShortRows{}) : launch(cuda::LongRows{});
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

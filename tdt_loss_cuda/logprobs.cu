@@ -10,7 +10,7 @@ namespace tdt {
 namespace cuda {
 namespace {
 
-constexpr int kBlock = 256;
+constexpr int kBlock = 128;
 
 // log(sum of exp) over a row; every thread of the group gets it.
 template <typename S, int kThreads>

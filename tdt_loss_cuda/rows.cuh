@@ -13,6 +13,7 @@
 namespace tdt::cuda {
 
 constexpr int kUnroll = 4;          // vectors a thread has in flight
+constexpr int kCacheLine = 128;     // bytes
 constexpr int kFillsGpu = 1 << 18;  // threads: one wave of the largest GPUs
 
 // Threads of a row kernel per multiprocessor to compile for: 1024 leave 64 registers each. float64 needs more.
@@ -37,7 +38,9 @@ __device__ __forceinline__ S narrow(accumulate_t<S> x) {
   if constexpr (std::is_same_v<S, accumulate_t<S>>) return x;
 }
 
-// 16 bytes of a row. Loads and stores bypass what caching they can: a row is touched once.
+enum class Caching { kBypassed, kKept };
+
+// 16 bytes of a row. Loads bypass what caching they can, and so do stores unless told otherwise: a row is touched once.
 template <typename S>
 struct Vector {
   static constexpr int kSize = 16 / sizeof(S);
@@ -51,7 +54,11 @@ struct Vector {
     for (int j = 0; j < kSize; ++j) x[j] = fill;
     return pack(x);
   }
-  __device__ __forceinline__ void store(S* p) const { __stcs(reinterpret_cast<uint4*>(p), bits); }
+  template <Caching caching = Caching::kBypassed>
+  __device__ __forceinline__ void store(S* p) const {
+    auto* const to = reinterpret_cast<uint4*>(p);
+    caching == Caching::kKept ? static_cast<void>(*to = bits) : __stcs(to, bits);
+  }
 
   __device__ __forceinline__ accumulate_t<S> at(int j) const { return widen(reinterpret_cast<const S*>(&bits)[j]); }
   __device__ __forceinline__ static Vector pack(const accumulate_t<S> (&x)[kSize]) {
@@ -63,22 +70,27 @@ struct Vector {
   }
 };
 
-// Where the vectors of a row lie: elements [head, head + vectors * kSize).
-template <typename S>
+// Where the vectors of a row lie: elements [head, head + vectors * kSize). Threads may take them in turn from the
+// multiple of kBoundary bytes before them, `skipped` vectors before the first, so that a warp touches whole cache
+// lines.
+template <typename S, int kBoundary = 16>
 struct RowSplit {
   int head, vectors, tail;  // tail: first element after the body
+  int skipped;
 
   __device__ RowSplit(const S* row, int n) {
     const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(S));
     head = misaligned == 0 ? 0 : min(n, Vector<S>::kSize - misaligned);
     vectors = (n - head) / Vector<S>::kSize;
     tail = head + vectors * Vector<S>::kSize;
+    skipped = static_cast<int>(reinterpret_cast<uintptr_t>(row + head) % kBoundary / 16);
   }
 
-  // The one of n threads that handles element v, when threads take head, vectors and tail in turn.
-  __device__ int owner(int v, int threads) const {
-    return v < head ? v : v >= tail ? v - tail : (v - head) / Vector<S>::kSize % threads;
-  }
+  // Whether i, which may be negative, is one of the vectors.
+  __device__ bool has(int i) const { return static_cast<unsigned>(i) < static_cast<unsigned>(vectors); }
+  __device__ bool in_body(int v) const { return v >= head && v < tail; }
+  // The thread that handles element v of the body.
+  __device__ int owner(int v, int threads) const { return ((v - head) / Vector<S>::kSize + skipped) % threads; }
 };
 
 template <typename Acc>

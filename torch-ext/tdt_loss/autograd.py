@@ -1,5 +1,7 @@
 """What torch must know about the ops beside their kernels: output shapes for tracing, and derivatives."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
@@ -145,32 +147,30 @@ def _setup_loss(ctx, inputs, output) -> None:
     ctx.options = (inputs[_BLANK], inputs[_DURATIONS], inputs[_OMEGA], inputs[_FASTEMIT], inputs[_CLAMP])
     ctx.inplace_grad = inputs[_INPLACE_GRAD]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
     if inputs[_NEED_GRAD]:
         ctx.save_for_backward(*inputs[:5], *output[1:])
 
 
-def _backward_loss(ctx, grad_loss, *_):
-    grads = [None] * _COUNT
+def _gradients(ctx, grad_loss) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    """Of logits and duration logits."""
     if grad_loss is None:
-        return tuple(grads)
+        return None, None
     logits, duration_logits, *saved, weights = ctx.saved_tensors
     if ctx.inplace_grad:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_DOUBLE_BACKWARD)
-        grads[0] = logits.detach()
-        ops.gradient_(grad_loss, weights, grads[0], *saved, *ctx.options)
+        grad_logits = logits.detach()
+        ops.gradient_(grad_loss, weights, grad_logits, *saved, *ctx.options)
         torch.autograd.graph.increment_version(logits)
+        return grad_logits, None
+    arguments = (grad_loss, weights, logits, duration_logits, *saved, *ctx.options)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        grads = call(ops.gradient, _fake_gradient, *arguments)  # refuses to be differentiated
     else:
-        arguments = (grad_loss, weights, logits, duration_logits, *saved, *ctx.options)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            grad_logits, grad_durations = call(ops.gradient, _fake_gradient, *arguments)  # refuses to be differentiated
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                grad_logits, grad_durations = call(ops.gradient, _fake_gradient, *arguments)
-        grads[0] = grad_logits if ctx.needs_input_grad[0] else None
-        grads[1] = grad_durations if ctx.needs_input_grad[1] else None
-    return tuple(grads)
+        with torch._C._AutoDispatchBelowAutograd():
+            grads = call(ops.gradient, _fake_gradient, *arguments)
+    wanted = ctx.needs_input_grad
+    return grads[0] if wanted[0] else None, grads[1] if wanted[1] else None
 
 
 NO_DOUBLE_BACKWARD = (
@@ -188,26 +188,42 @@ def _backward_gradient(ctx, *grads):
 
 class LossFunction(torch.autograd.Function):
     """``ops.loss`` with the derivative that is registered for it, for eager mode: the wrapper that torch.library generates
-    does the same and takes longer than the kernels do on a small batch."""
+    does the same and takes longer than the kernels do on a small batch. What is no tensor passes through: autograd looks at
+    every tensor that goes in or comes out, and at nothing within a tuple."""
 
     @staticmethod
-    def forward(ctx, *args):
+    def forward(ctx, logits, duration_logits, others):
+        arguments = (logits, duration_logits, *others)
         with torch._C._AutoDispatchBelowAutograd():  # straight to the kernel
-            output = call(ops.loss, _room_of_loss, *args)
-        _setup_loss(ctx, args, output)
-        return output
+            output = call(ops.loss, _room_of_loss, *arguments)
+        _setup_loss(ctx, arguments, output)
+        return output[0], output[1:]
 
-    backward = staticmethod(_backward_loss)
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        return *_gradients(ctx, grad_loss), None
 
 
-def loss(*args):
-    """``ops.loss`` by the quickest way that differentiates it."""
-    need_grad = args[_NEED_GRAD]
+def loss(logits, duration_logits, *others):
+    """``ops.loss`` by the quickest way that differentiates it: the loss, and the tuple of what the gradient needs."""
+    need_grad = others[_NEED_GRAD - 2]
     if not need_grad or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return call(ops.loss, _room_of_loss, *args)
+        value, *saved = call(ops.loss, _room_of_loss, logits, duration_logits, *others)
+        return value, saved
     # What `apply` does beside is for functorch, which is not active.
-    return super(torch.autograd.Function, LossFunction).apply(*args)
+    return super(torch.autograd.Function, LossFunction).apply(logits, duration_logits, others)
 
 
-torch.library.register_autograd(add_op_namespace_prefix("loss"), _backward_loss, setup_context=_setup_loss)
+def _setup_registered_loss(ctx, inputs, output) -> None:
+    _setup_loss(ctx, inputs, output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward_registered_loss(ctx, grad_loss, *_):
+    return *_gradients(ctx, grad_loss), *(None,) * (_COUNT - 2)
+
+
+torch.library.register_autograd(
+    add_op_namespace_prefix("loss"), _backward_registered_loss, setup_context=_setup_registered_loss
+)
 torch.library.register_autograd(add_op_namespace_prefix("gradient"), _backward_gradient, setup_context=_setup_gradient)

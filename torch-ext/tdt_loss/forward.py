@@ -42,7 +42,7 @@ def compute_loss(
     need_grad = torch.is_grad_enabled() and (
         logits.requires_grad or (duration_logits is not None and duration_logits.requires_grad)
     )
-    loss, node_lp, ll, alpha_beta, _ = autograd.loss(
+    loss, (*saved, _) = autograd.loss(
         with_dense_rows(logits),
         None if duration_logits is None else with_dense_rows(duration_logits),
         labels.targets,
@@ -57,7 +57,6 @@ def compute_loss(
     )
     if not return_occupancy:
         return loss
-    saved = (node_lp, ll, alpha_beta)
     occupancy = autograd.call(ops.occupancy, autograd.fake_occupancy, *saved, *labels.tensors, durations, vocab)
     return loss, Occupancy(*occupancy)
 
