@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
   const RowGroup<kThreads> group;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * Shape::kRows;
   const int rows = static_cast<int>(min(static_cast<int64_t>(Shape::kRows), list.n - first));
-  if (Shape::kShort && packed > 0) {
+  if (packed > 0) {
     bool valid = false;
     if (threadIdx.x < rows) {
       const Node at = batch.node_at(first + threadIdx.x);
