@@ -68,6 +68,12 @@ struct Shaping {
   }
 };
 
+// x within [-limit, limit]; NaN stays.
+template <typename Acc>
+TDT_HD Acc clamped(Acc x, Acc limit) {
+  return x > limit ? limit : x < -limit ? -limit : x;
+}
+
 // G_blank and G_label of a node. Where its sample's logits were NaN, NaN.
 template <typename Acc>
 struct NodeSums {

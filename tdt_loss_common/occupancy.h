@@ -104,8 +104,7 @@ template <typename Acc>
 TDT_HD Acc duration_entry(const Shaping<Acc>& shaping, Acc dur_lp, const ArcPair<Acc>& occ, Acc G_tdt, Acc scale) {
   if (G_tdt == 0) return 0;
   const Acc G_i = shaping.blank_share[0] * occ.blank + shaping.label_share[0] * occ.label;
-  const Acc value = (exp_of_sum(Acc(0), dur_lp) * G_tdt - G_i) * scale, limit = shaping.limit(scale);
-  return value > limit ? limit : value < -limit ? -limit : value;
+  return clamped((exp_of_sum(Acc(0), dur_lp) * G_tdt - G_i) * scale, shaping.limit(scale));
 }
 
 }  // namespace tdt

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../tdt_loss_common/checks.h"
+#include "../tdt_loss_common/backend.h"
 
 // GCC compiles these functions once per instruction set and picks one at load time; the sanitizers do not support that.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
@@ -78,7 +78,7 @@ TDT_SIMD inline void row_softmax(const float* x, float* out, int n, float lse, f
 
 template <typename Acc>
 void row_clamp(Acc* x, int n, Acc limit) {
-  for (int i = 0; i < n; ++i) x[i] = x[i] > limit ? limit : x[i] < -limit ? -limit : x[i];
+  for (int i = 0; i < n; ++i) x[i] = clamped(x[i], limit);
 }
 
 inline double row_max(const double* x, int n) {

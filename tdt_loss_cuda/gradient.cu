@@ -39,9 +39,6 @@ struct TokenGradient {
   int blank, label;  // label -1: no such column
   Acc limit;         // of every entry: clamp times the upstream gradient, or +inf
 
-  __device__ __forceinline__ static Acc clamped(Acc x, Acc limit) {
-    return x > limit ? limit : x < -limit ? -limit : x;
-  }
   __device__ __forceinline__ Acc operator()(Acc x, int v) const {
     const Acc softmax_part = exp_of(x - lse) * scaled_G;
     return clamped(softmax_part - (v == blank ? scaled_blank : Acc(0)) - (v == label ? scaled_label : Acc(0)), limit);
@@ -74,15 +71,20 @@ struct RowEnds {
   }
 };
 
+// The vectors of a row, all alike, by kThreads threads.
+template <int kThreads, Caching kStores, typename S, class Split>
+__device__ void fill_vectors(S* out, const Split& split, accumulate_t<S> value, int thread) {
+  const Vector<S> filled = Vector<S>::of(value);
+  for (int i = thread - split.skipped; i < split.vectors; i += kThreads) {
+    if (split.has(i)) filled.template store<kStores>(out + split.head + i * Vector<S>::kSize);
+  }
+}
+
 // n zeros, written by a block.
 template <typename S>
 __device__ void fill_stretch(S* out, int n) {
-  constexpr int kSize = Vector<S>::kSize;
   const RowSplit<S, kCacheLine> split(out, n);
-  const Vector<S> zeros = Vector<S>::of(0);
-  for (int i = threadIdx.x - split.skipped; i < split.vectors; i += kBlock) {
-    if (split.has(i)) zeros.store(out + split.head + i * kSize);
-  }
+  fill_vectors<kBlock, Caching::kBypassed>(out, split, 0, threadIdx.x);
   const RowEnds<S> ends(split, n, threadIdx.x);
   if (ends.element >= 0) out[ends.element] = narrow<S>(0);
 }
@@ -101,10 +103,7 @@ __device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
   if (!joint && thread < min(D, kNodeLanes)) task.grad_z[thread] = narrow<S>(task.durations[thread]);
 
   if (!reads) {
-    const Vector<S> filled = Vector<S>::of(task.G);
-    for (int i = thread - split.skipped; i < split.vectors; i += kThreads) {
-      if (split.has(i)) filled.template store<Shape::kStores>(out + split.head + i * kSize);
-    }
+    fill_vectors<kThreads, Shape::kStores>(out, split, task.G, thread);
     if (ends.element >= 0) out[ends.element] = narrow<S>(ends.element < V ? task.G : task.durations[ends.element - V]);
     return;
   }
@@ -140,7 +139,7 @@ __device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
         for (int j = 0; j < kSize; ++j) values[j] = exp_of(loaded[k].at(j) - lse) * scaled_G;
         if (clamps) {
 #pragma unroll
-          for (int j = 0; j < kSize; ++j) values[j] = task.gradient.clamped(values[j], limit);
+          for (int j = 0; j < kSize; ++j) values[j] = clamped(values[j], limit);
         }
         Vector<S>::pack(values).template store<Shape::kStores>(out + split.head + (i + k * kThreads) * kSize);
       }

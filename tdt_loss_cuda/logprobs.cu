@@ -11,6 +11,7 @@ namespace cuda {
 namespace {
 
 constexpr int kBlock = 128;
+constexpr int kFillsGpu = 1 << 18;  // threads: one wave of the largest GPUs
 
 // log(sum of exp) over a row; every thread of the group gets it.
 template <typename S, int kThreads>

@@ -12,9 +12,8 @@
 
 namespace tdt::cuda {
 
-constexpr int kUnroll = 4;          // vectors a thread has in flight
-constexpr int kCacheLine = 128;     // bytes
-constexpr int kFillsGpu = 1 << 18;  // threads: one wave of the largest GPUs
+constexpr int kUnroll = 4;       // vectors a thread has in flight
+constexpr int kCacheLine = 128;  // bytes
 
 // Threads of a row kernel per multiprocessor to compile for: 1024 leave 64 registers each. float64 needs more.
 template <typename S>
