@@ -338,7 +338,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
     }
     rows = [row | common for row in rows]
-    output = options.output / (f"{slug(gpu)}-fused.json")
+    output = options.output / f"{slug(gpu)}-fused.json"
     measured = {row["case"] for row in rows}
     older = json.loads(output.read_text()) if output.exists() else []
     rows = [row for row in older if row["case"] not in measured] + rows
