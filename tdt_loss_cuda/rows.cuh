@@ -104,7 +104,7 @@ __device__ __forceinline__ float exp_of(float x) {
 }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
-// The kThreads threads that share a row: part of a warp, a warp, or the warps of a block.
+// The kThreads threads that share a row: part of a warp, a warp, or several warps of a block.
 template <int kThreads>
 struct RowGroup {
   static constexpr int kLanes = kThreads < kWarp ? kThreads : kWarp;  // those that can shuffle

@@ -524,9 +524,8 @@ def check_alignment(kernel, case: Call, device: str) -> None:
         steps = None
     wide = [x.to(logits[0].device, torch.int64) for x in labels]
     V = batch.token_logits.shape[3]
-    rows = [
-        kernel.checks.with_dense_rows(x) for x in logits
-    ]  # a row that starts elsewhere may be summed in another order
+    # Where they lie: a row that starts elsewhere may be summed in another order.
+    rows = [kernel.checks.with_dense_rows(x) for x in logits]
     node_lp = kernel.loss.ops.log_probs(
         rows[0], rows[1] if len(rows) == 2 else None, *wide, batch.blank % V, D, batch.sigma, delay_penalty
     ).cpu()

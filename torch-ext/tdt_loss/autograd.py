@@ -139,8 +139,9 @@ def _room_of_loss(*args):
 
 # Autograd: the derivative of `loss` is `gradient`, and `gradient` has none.
 
-# Places among the arguments of `loss`.
-_BLANK, _DURATIONS, _OMEGA, _FASTEMIT, _CLAMP, _NEED_GRAD, _INPLACE_GRAD, _COUNT = 5, 6, 9, 10, 11, 13, 14, 16
+# Places among the arguments of `loss`, and how many there are beside the two tensors of logits.
+_BLANK, _DURATIONS, _OMEGA, _FASTEMIT, _CLAMP, _NEED_GRAD, _INPLACE_GRAD = 5, 6, 9, 10, 11, 13, 14
+_OTHERS = 14
 
 
 def _setup_loss(ctx, inputs, output) -> None:
@@ -204,14 +205,13 @@ class LossFunction(torch.autograd.Function):
         return *_gradients(ctx, grad_loss), None
 
 
-def loss(logits, duration_logits, *others):
+def loss(*args):
     """``ops.loss`` by the quickest way that differentiates it: the loss, and the tuple of what the gradient needs."""
-    need_grad = others[_NEED_GRAD - 2]
-    if not need_grad or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        value, *saved = call(ops.loss, _room_of_loss, logits, duration_logits, *others)
+    if not args[_NEED_GRAD] or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        value, *saved = call(ops.loss, _room_of_loss, *args)
         return value, saved
     # What `apply` does beside is for functorch, which is not active.
-    return super(torch.autograd.Function, LossFunction).apply(logits, duration_logits, others)
+    return super(torch.autograd.Function, LossFunction).apply(*args[:-_OTHERS], args[-_OTHERS:])
 
 
 def _setup_registered_loss(ctx, inputs, output) -> None:
@@ -220,7 +220,7 @@ def _setup_registered_loss(ctx, inputs, output) -> None:
 
 
 def _backward_registered_loss(ctx, grad_loss, *_):
-    return *_gradients(ctx, grad_loss), *(None,) * (_COUNT - 2)
+    return *_gradients(ctx, grad_loss), *(None,) * _OTHERS
 
 
 torch.library.register_autograd(
