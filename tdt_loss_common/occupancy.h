@@ -13,30 +13,28 @@ struct ArcPair {
 TDT_HD float exp_of_sum(float, double x) { return expf(static_cast<float>(x)); }
 TDT_HD double exp_of_sum(double, double x) { return exp(x); }
 
-// A node of a lattice that the forward has run. Only nodes of samples with a finite LL have occupancies.
+// A node of a lattice that the forward has run. Only valid nodes of samples with a finite LL have occupancies.
 template <typename Acc>
 struct OccupiedNode {
-  const Batch& batch;
-  const Extent& extent;
-  Node at;
   const Arcs& arcs;
-  const Acc* record;   // the node's log-probabilities
-  double from;         // alpha(t, u) - LL
-  const double* beta;  // (B, T, U1)
+  const Acc* record;             // the node's log-probabilities
+  double from;                   // alpha(t, u) - LL
+  const double* beta;            // the node's own in (B, T, U1)
+  int U1;                        // from one frame of beta to the next
+  int frames_left, labels_left;  // T - t and U - u
 
   // eq. 7 of arc pair i. Where an arc does not exist another address is read and the value dropped: without branches
   // the loads of several arcs are in flight together.
   TDT_HD ArcPair<Acc> arc(int i) const {
-    const int64_t t_to = static_cast<int64_t>(at.t) + arcs.d[i];
-    const bool lands = t_to < extent.T;
-    const bool exits = t_to == extent.T && at.u == extent.U;  // the final blank, beta = 1
-    const int t = lands ? static_cast<int>(t_to) : at.t, u_label = at.u < extent.U ? at.u + 1 : at.u;
-    const double beta_blank = beta[batch.node(at.b, t, at.u)], beta_label = beta[batch.node(at.b, t, u_label)];
+    const bool lands = arcs.d[i] < frames_left, emits = labels_left > 0;
+    const bool exits = arcs.d[i] == frames_left && !emits;  // the final blank, beta = 1
+    const double* const to = beta + (lands ? static_cast<int64_t>(arcs.d[i]) * U1 : 0);
+    const double beta_blank = to[0], beta_label = to[emits ? 1 : 0];
     const double dur_lp = arcs.dur_lp(record, i);
     const Acc blank = exp_of_sum(Acc(0), from + record[kBlankLp] + dur_lp + (lands ? beta_blank : 0.0));
     const Acc label = exp_of_sum(Acc(0), from + record[kLabelLp] + dur_lp + beta_label);
     return {arcs.has_blank(i) && (lands || exits) ? blank : Acc(0),
-            arcs.has_label(i) && at.u < extent.U && lands ? label : Acc(0)};
+            arcs.has_label(i) && emits && lands ? label : Acc(0)};
   }
 };
 
@@ -45,13 +43,13 @@ TDT_HD OccupiedNode<Acc> occupied_node(const Batch& batch, const Extent& extent,
                                        const Saved<Acc>& saved, int lattice) {
   const int64_t node = batch.node(at.b, at.t, at.u);
   const double ll = saved.ll[static_cast<int64_t>(lattice) * batch.B + at.b];
-  return {batch,
-          extent,
-          at,
-          arcs,
+  return {arcs,
           saved.node_lp + node * record_size(batch.D),
           saved.alpha(batch, lattice)[node] - ll,
-          saved.beta(batch, lattice)};
+          saved.beta(batch, lattice) + node,
+          batch.max_U1,
+          extent.T - at.t,
+          extent.U - at.u};
 }
 
 // What the log-likelihoods of a sample's lattices say about its gradient.
@@ -62,8 +60,8 @@ struct SampleState {
   // ll (lattices, B)
   TDT_HD static SampleState of(const double* ll, int B, int b, int lattices, const bool* counts) {
     SampleState state{true, false};
-    for (int l = 0; l < lattices; ++l) {
-      if (!counts[l]) continue;
+    for (int l = 0; l < kMaxLattices; ++l) {
+      if (l >= lattices || !counts[l]) continue;
       const double here = ll[static_cast<int64_t>(l) * B + b];
       state.lives = state.lives && here > -INFINITY && here < INFINITY;
       state.nan = state.nan || here != here;

@@ -48,7 +48,7 @@ struct IndexView {
   bool wide;
   int64_t row_stride, stride;
 
-  TDT_HD int64_t at(int64_t row, int64_t i = 0) const {
+  TDT_HD int64_t at(uint32_t row, uint32_t i = 0) const {
     const int64_t offset = row * row_stride + i * stride;
     return wide ? static_cast<const int64_t*>(data)[offset] : static_cast<const int32_t*>(data)[offset];
   }
@@ -97,7 +97,9 @@ struct Batch {
     return {static_cast<int>(b), static_cast<int>(frame - b * max_T),
             static_cast<int>(node - static_cast<int64_t>(frame) * max_U1)};
   }
-  TDT_HD int64_t node(int b, int t, int u) const { return (static_cast<int64_t>(b) * max_T + t) * max_U1 + u; }
+  TDT_HD int64_t node(int b, int t, int u) const {
+    return static_cast<int>((static_cast<uint32_t>(b) * max_T + t) * max_U1 + u);
+  }
 
   TDT_HD Extent extent(int b) const {
     const int64_t T = logit_lengths.at(b), U = target_lengths.at(b);
@@ -136,8 +138,8 @@ struct Rows {
   S* data;
   int64_t stride_row, stride_b, stride_t, stride_u;
 
-  TDT_HD S* row(int64_t row, const Node& at) const {
-    return data + row * stride_row + at.b * stride_b + at.t * stride_t + at.u * stride_u;
+  TDT_HD S* row(uint32_t row, const Node& at) const {
+    return data + row * stride_row + uint32_t(at.b) * stride_b + uint32_t(at.t) * stride_t + uint32_t(at.u) * stride_u;
   }
   // Whether the rows of a tensor lie one behind the other, each n elements after the last.
   bool are_packed(const Batch& batch, int64_t n) const {

@@ -4,11 +4,15 @@
 // that if what is done once per row stays small and nothing waits for it: so the threads of a block first work out the
 // nodes of all its rows at once, eight a node, and then turn the rows, a warp a short row, two warps a longer one. The
 // gradient of the duration logits is written with the row, as part of it where it lies behind it: a sector of memory
-// that is written in two parts costs as much as many.
+// that is written in two parts costs as much as many. Padding is filled by blocks of its own (order.cuh).
+//
+// Loops that mostly run once are not unrolled: their copies would take registers from the rows, and a spill costs more
+// than it seems (benchmarks/NOTES.md).
 //
 // Offsets within a row are int, offsets of rows int64. The occupancies come from float64 alpha, beta and LL, whose sum
 // cancels; what is made of them is float32 (float64 for float64 logits).
 #include "../tdt_loss_common/occupancy.h"
+#include "order.cuh"
 #include "rows.cuh"
 
 namespace tdt {
@@ -23,11 +27,8 @@ constexpr int kNodeLanes = 8;  // threads that work out a node
 template <int kThreadsOfRow, int kRowsOfBlock>
 struct Shape {
   static constexpr int kThreads = kThreadsOfRow, kRows = kRowsOfBlock;
-  static constexpr bool kShort = kThreads <= kWarp;
-  // Warps of a long row write whole cache lines. A short row would need another round for that; it is left to the
-  // cache to put together what its warps write in parts.
-  static constexpr int kBoundary = kShort ? 16 : kCacheLine;
-  static constexpr Caching kStores = kShort ? Caching::kKept : Caching::kBypassed;
+  // Warps of a long row write whole cache lines. A short row would need another round for that.
+  static constexpr int kBoundary = kThreads > kWarp ? kCacheLine : 16;
 };
 using LongRows = Shape<2 * kWarp, 2>;
 using ShortRows = Shape<kWarp, 16>;
@@ -72,21 +73,23 @@ struct RowEnds {
 };
 
 // The vectors of a row, all alike, by kThreads threads.
-template <int kThreads, Caching kStores, typename S, class Split>
+template <int kThreads, Caching caching, typename S, class Split>
 __device__ void fill_vectors(S* out, const Split& split, accumulate_t<S> value, int thread) {
   const Vector<S> filled = Vector<S>::of(value);
+#pragma unroll 1
   for (int i = thread - split.skipped; i < split.vectors; i += kThreads) {
-    if (split.has(i)) filled.template store<kStores>(out + split.head + i * Vector<S>::kSize);
+    if (split.has(i)) filled.template store<caching>(out + split.head + i * Vector<S>::kSize);
   }
 }
 
-// n zeros, written by a block.
+// Zeros from `begin` to `end`, written by a block.
 template <typename S>
-__device__ void fill_stretch(S* out, int n) {
-  const RowSplit<S, kCacheLine> split(out, n);
-  fill_vectors<kBlock, Caching::kBypassed>(out, split, 0, threadIdx.x);
+__device__ void fill_stretch(S* begin, S* end) {
+  const int n = static_cast<int>(end - begin);
+  const RowSplit<S, kCacheLine> split(begin, n);
+  fill_vectors<kBlock, Caching::kBypassed>(begin, split, 0, threadIdx.x);
   const RowEnds<S> ends(split, n, threadIdx.x);
-  if (ends.element >= 0) out[ends.element] = narrow<S>(0);
+  if (ends.element >= 0) begin[ends.element] = narrow<S>(0);
 }
 
 // The gradients of a row's V tokens and of its first durations.
@@ -103,11 +106,12 @@ __device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
   if (!joint && thread < min(D, kNodeLanes)) task.grad_z[thread] = narrow<S>(task.durations[thread]);
 
   if (!reads) {
-    fill_vectors<kThreads, Shape::kStores>(out, split, task.G, thread);
+    fill_vectors<kThreads, Caching::kKept>(out, split, task.G, thread);
     if (ends.element >= 0) out[ends.element] = narrow<S>(ends.element < V ? task.G : task.durations[ends.element - V]);
     return;
   }
   if (reinterpret_cast<uintptr_t>(x) % 16 != reinterpret_cast<uintptr_t>(out) % 16) {  // no common boundary
+#pragma unroll 1
     for (int v = thread; v < V; v += kThreads) out[v] = narrow<S>(task.gradient(widen(x[v]), v));
     if (ends.element >= V) out[ends.element] = narrow<S>(task.durations[ends.element - V]);
     return;
@@ -124,12 +128,16 @@ __device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
   if (owns_label) at_label = x[label];
   if (ends.element >= 0 && ends.element < V) at_end = x[ends.element];
   const Acc lse = task.gradient.lse, scaled_G = task.gradient.scaled_G, limit = task.gradient.limit;
+  constexpr int kStride = kThreads * kUnroll;
   const bool clamps = limit < static_cast<Acc>(INFINITY);
-  for (int i = thread - split.skipped; i < split.vectors; i += kThreads * kUnroll) {
+  int i = thread - split.skipped;
+  const S* from = x + split.head + i * kSize;
+  S* to = out + split.head + i * kSize;
+  for (; i < split.vectors; i += kStride, from += kStride * kSize, to += kStride * kSize) {
     Vector<S> loaded[kUnroll];
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
-      if (split.has(i + k * kThreads)) loaded[k] = Vector<S>::load(x + split.head + (i + k * kThreads) * kSize);
+      if (split.has(i + k * kThreads)) loaded[k] = Vector<S>::load(from + k * kThreads * kSize);
     }
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
@@ -141,7 +149,7 @@ __device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
 #pragma unroll
           for (int j = 0; j < kSize; ++j) values[j] = clamped(values[j], limit);
         }
-        Vector<S>::pack(values).template store<Shape::kStores>(out + split.head + (i + k * kThreads) * kSize);
+        Vector<S>::pack(values).store(to + k * kThreads * kSize);
       }
     }
   }
@@ -153,16 +161,14 @@ __device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
   if (owns_label) out[label] = narrow<S>(task.gradient(widen(at_label), label));
 }
 
-// Worked out by kNodeLanes lanes, which take the arc pairs in turn. They write what gradients of durations there are
-// beyond the first kNodeLanes.
+// A row of a tile, or of the batch where its node is `at`: worked out by kNodeLanes lanes, which take the arc pairs in
+// turn. They write what gradients of durations there are beyond the first kNodeLanes.
 template <typename S>
-__device__ void work_out(RowTask<S>& task, int64_t row, const RowGroup<kNodeLanes>& lanes, const Batch& batch,
-                         const NodeList& list, const LogitRows<S>& logits, const LogitRows<S>& grad,
-                         const Saved<accumulate_t<S>>& saved, const Upstream<accumulate_t<S>>& upstream,
-                         const Shaping<accumulate_t<S>>& shaping) {
+__device__ void work_out(RowTask<S>& task, int row, const Node& at, const Extent& extent,
+                         const RowGroup<kNodeLanes>& lanes, const Batch& batch, const LogitRows<S>& logits,
+                         const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
+                         const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping) {
   using Acc = accumulate_t<S>;
-  const Node at = batch.node_at(list.at(row));
-  const Extent extent = batch.extent(at.b);
   const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.lattices, shaping.counts);
   const bool valid = extent.has(at.t, at.u), lives = valid && sample.lives;
   const Acc scale = upstream.at(at.b);
@@ -170,6 +176,7 @@ __device__ void work_out(RowTask<S>& task, int64_t row, const RowGroup<kNodeLane
     task.x = logits.tokens.row(row, at);
     task.grad_x = grad.tokens.row(row, at);
     task.grad_z = grad.durations.row(row, at);
+    task.gradient.label = at.u < extent.U ? batch.label(at.b, at.u) : -1;
   }
 
   // What the forward wrote of the node; of padding, nothing.
@@ -180,9 +187,11 @@ __device__ void work_out(RowTask<S>& task, int64_t row, const RowGroup<kNodeLane
   if (lives) {
     lse = record[kLse];
     if (lanes.lane < batch.D) dur_lp = record[kDurLp + lanes.lane];
+#pragma unroll 1
     for (int l = 0; l < shaping.lattices; ++l) {
       if (!shaping.counts[l]) continue;
       const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, shaping.arcs[l], saved, l);
+#pragma unroll 1
       for (int i = lanes.lane; i < shaping.arcs[l].n; i += kNodeLanes) {
         const ArcPair<Acc> occ = occupied.arc(i);
         if (l == 0 && i == lanes.lane) own = occ;
@@ -199,52 +208,80 @@ __device__ void work_out(RowTask<S>& task, int64_t row, const RowGroup<kNodeLane
 
   const Acc both = G.blank + G.label;
   task.durations[lanes.lane] = duration_entry(shaping, dur_lp, own, G_tdt, scale);
+  if (batch.D > kNodeLanes) __syncwarp(lanes.mask);
+#pragma unroll 1
   for (int i = lanes.lane + kNodeLanes; i < batch.D; i += kNodeLanes) {
     ArcPair<Acc> occ{0, 0};
     if (lives && G_tdt != 0) {
       dur_lp = record[kDurLp + i];
       occ = occupied_node(batch, extent, at, shaping.arcs[0], saved, 0).arc(i);
     }
-    grad.durations.row(row, at)[i] = narrow<S>(duration_entry(shaping, dur_lp, occ, G_tdt, scale));
+    task.grad_z[i] = narrow<S>(duration_entry(shaping, dur_lp, occ, G_tdt, scale));
   }
   if (lanes.lane > 0) return;
-  const int label = at.u < extent.U ? batch.label(at.b, at.u) : -1;
+  const int label = task.gradient.label;
   task.gradient = {lse, both * scale, G.blank * scale, G.label * scale, shaping.blank, label, shaping.limit(scale)};
   task.G = both;
 }
 
-// `packed`: the elements from one row of gradients to the next, where rows follow one another without a gap; else 0.
+// Zeros for a block of padding, a stretch for each run of nodes that follow one another. A run that goes on in another
+// block is cut at a cache line. `packed`: the elements from the gradients of one node to those of the next, or 0 where
+// there is a gap between them.
+template <typename S>
+__device__ void fill_padding(const BlockNodes& nodes, const Batch& batch, const LogitRows<S>& grad, int packed) {
+  // Bit r + 1: node r follows node r - 1. Of the nodes before and behind the block's, too.
+  const int r = static_cast<int>(threadIdx.x % kWarp) - 1;
+  const bool exists = nodes.has(batch, r);
+  const Node at = nodes.at(batch, exists ? r : 0);
+  const int64_t node = batch.node(at.b, at.t, at.u), before = __shfl_up_sync(kFullMask, node, 1);
+  const unsigned follows = __ballot_sync(kFullMask, packed > 0 && exists && r > -1 && node == before + 1) & ~1u;
+  const int width = packed > 0 ? packed : batch.V;
+  const bool lines = width * sizeof(S) >= kCacheLine;
+
+  for (int start = 0, end; start < nodes.n; start = end) {
+    for (end = start + 1; end < nodes.n && (follows >> (end + 1) & 1);) ++end;
+    const Node first = nodes.at(batch, start);
+    S* const out = grad.tokens.row(0, first);
+    S *from = out, *to = out + (end - start) * width;
+    if (lines && start == 0 && (follows >> 1 & 1)) from = next_line(from);
+    if (lines && end == nodes.n && (follows >> (end + 1) & 1)) to = next_line(to);
+    fill_stretch(from, to);
+    if (width == batch.V) {
+      S* const durations = grad.durations.row(0, first);
+      fill_stretch(durations, durations + (end - start) * batch.D);
+    }
+  }
+}
+
 template <typename S, class Shape>
 __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
     gradient_kernel(const __grid_constant__ Batch batch, const NodeList list,
                     const __grid_constant__ LogitRows<S> logits, const __grid_constant__ LogitRows<S> grad,
                     const __grid_constant__ Saved<accumulate_t<S>> saved,
                     const __grid_constant__ Upstream<accumulate_t<S>> upstream,
-                    const __grid_constant__ Shaping<accumulate_t<S>> shaping, int packed) {
+                    const __grid_constant__ Shaping<accumulate_t<S>> shaping,
+                    const __grid_constant__ BlockOrder<Shape::kRows> order, int packed) {
+  static_assert(Shape::kRows <= kBlock / kNodeLanes && Shape::kRows <= kWarp - 2);
   constexpr int kThreads = Shape::kThreads;
   const RowGroup<kThreads> group;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * Shape::kRows;
-  const int rows = static_cast<int>(min(static_cast<int64_t>(Shape::kRows), list.n - first));
-  if (packed > 0) {
-    bool valid = false;
-    if (threadIdx.x < rows) {
-      const Node at = batch.node_at(first + threadIdx.x);
-      valid = batch.extent(at.b).has(at.t, at.u);
-    }
-    if (!__syncthreads_or(valid)) {  // padding alone: one stretch
-      const Node start = batch.node_at(first);
-      fill_stretch(grad.tokens.row(first, start), rows * packed);
-      if (packed == batch.V) fill_stretch(grad.durations.row(first, start), rows * batch.D);
-      return;
-    }
+  const int first = blockIdx.x * Shape::kRows;  // of a tile
+  int rows = min(Shape::kRows, static_cast<int>(list.n) - first);
+  __shared__ BlockNodes nodes;
+  if (!list.nodes) {
+    order.find(batch, &nodes);
+    if (nodes.padding) return fill_padding(nodes, batch, grad, packed);
+    rows = nodes.n;
   }
 
   __shared__ RowTask<S> tasks[Shape::kRows];
-  const RowGroup<kNodeLanes> lanes;
-  for (int r = threadIdx.x / kNodeLanes; r < rows; r += kBlock / kNodeLanes) {
-    work_out(tasks[r], first + r, lanes, batch, list, logits, grad, saved, upstream, shaping);
+  const int r = threadIdx.x / kNodeLanes;
+  if (r < rows) {
+    const Node at = list.nodes ? batch.node_at(list.nodes[first + r]) : nodes.at(batch, r);
+    const Extent extent = list.nodes ? batch.extent(at.b) : nodes.extent;
+    work_out(tasks[r], first + r, at, extent, RowGroup<kNodeLanes>(), batch, logits, grad, saved, upstream, shaping);
   }
   __syncthreads();
+#pragma unroll 1
   for (int r = threadIdx.x / kThreads; r < rows; r += kBlock / kThreads) {
     write_row<S, Shape>(tasks[r], batch.V, batch.D, group.thread);
   }
@@ -265,9 +302,10 @@ void Cuda::gradient(const Tensor& like, const Batch& batch, const NodeList& list
       !list.nodes && grad.tokens.are_packed(batch, width) && (joint || grad.durations.are_packed(batch, batch.D));
   const auto launch = [&](auto shape) {
     using Shape = decltype(shape);
-    const unsigned blocks = cuda::blocks_for(list.n, Shape::kRows);
-    cuda::gradient_kernel<S, Shape><<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, logits, grad, saved,
-                                                                                 upstream, shaping, packed ? width : 0);
+    const auto order = cuda::BlockOrder<Shape::kRows>::of(batch);
+    const unsigned blocks = list.nodes ? cuda::blocks_for(list.n, Shape::kRows) : order.blocks;
+    cuda::gradient_kernel<S, Shape><<<blocks, cuda::kBlock, 0, scope.stream()>>>(
+        batch, list, logits, grad, saved, upstream, shaping, order, packed ? width : 0);
   };
   cuda::is_short_row<S>(batch.V) ? launch(cuda::ShortRows{}) : launch(cuda::LongRows{});
   STD_CUDA_KERNEL_LAUNCH_CHECK();

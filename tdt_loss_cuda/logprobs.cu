@@ -23,12 +23,14 @@ __device__ accumulate_t<S> row_logsumexp(const S* x, int n, const RowGroup<kThre
   LogSumExp<Acc> lse;
   const Acc ends[2] = {thread < split.head ? widen(x[thread]) : negative_infinity<Acc>(),
                        thread < n - split.tail ? widen(x[split.tail + thread]) : negative_infinity<Acc>()};
-  for (int i = thread; i < split.vectors; i += kThreads * kUnroll) {
+  constexpr int kStride = kThreads * kUnroll;
+  const S* from = x + split.head + thread * kSize;
+  for (int i = thread; i < split.vectors; i += kStride, from += kStride * kSize) {
     Vector<S> loaded[kUnroll];
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       loaded[k] = Vector<S>::of(negative_infinity<Acc>());
-      if (i + k * kThreads < split.vectors) loaded[k] = Vector<S>::load(x + split.head + (i + k * kThreads) * kSize);
+      if (i + k * kThreads < split.vectors) loaded[k] = Vector<S>::load(from + k * kThreads * kSize);
     }
     Acc values[kUnroll * kSize];
 #pragma unroll
@@ -78,6 +80,7 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
   const int R = record_size(batch.D);
   Acc* record = node_lp + node * R;
   if (!extent.has(t, u)) {
+#pragma unroll 1
     for (int field = group.thread; field < R; field += kThreads) record[field] = Acc(0);
     return;
   }
@@ -99,12 +102,14 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
   if (group.thread >= kWarp) return;  // the record is one warp's
   LogSumExp<Acc> durations;
   durations.add(first);
+#pragma unroll 1
   for (int field = group.lane + group.kLanes; field < R; field += group.kLanes) durations.add({duration_logit(field)});
   durations.merge(group);
   const Acc lse_z = durations.value();
 
   const Acc sigma = static_cast<Acc>(emission.sigma);
   const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - t));
+#pragma unroll 1
   for (int field = group.lane; field < R; field += group.kLanes) {
     Acc value = field == group.lane ? first[0] - lse_z : duration_logit(field) - lse_z;  // eq. 3
     if (field == kLse) value = lse;

@@ -19,6 +19,12 @@ constexpr int kCacheLine = 128;  // bytes
 template <typename S>
 constexpr int kRowThreads = sizeof(S) == 8 ? 512 : 1024;
 
+// p, or the first element behind it where a cache line begins.
+template <typename S>
+__device__ S* next_line(S* p) {
+  return p + (kCacheLine - reinterpret_cast<uintptr_t>(p) % kCacheLine) % kCacheLine / sizeof(S);
+}
+
 template <typename S>
 bool is_short_row(int V) {
   return V * static_cast<int64_t>(sizeof(S)) < 8192;
@@ -39,7 +45,8 @@ __device__ __forceinline__ S narrow(accumulate_t<S> x) {
 
 enum class Caching { kBypassed, kKept };
 
-// 16 bytes of a row. Loads bypass what caching they can, and so do stores unless told otherwise: a row is touched once.
+// 16 bytes of a row. Loads bypass what caching they can: a row is read once. Stores do not unless told: where two rows
+// meet in a sector of memory, the cache puts it together; written in two parts it would cost as much as many.
 template <typename S>
 struct Vector {
   static constexpr int kSize = 16 / sizeof(S);
@@ -53,13 +60,20 @@ struct Vector {
     for (int j = 0; j < kSize; ++j) x[j] = fill;
     return pack(x);
   }
-  template <Caching caching = Caching::kBypassed>
+  template <Caching caching = Caching::kKept>
   __device__ __forceinline__ void store(S* p) const {
     auto* const to = reinterpret_cast<uint4*>(p);
     caching == Caching::kKept ? static_cast<void>(*to = bits) : __stcs(to, bits);
   }
 
-  __device__ __forceinline__ accumulate_t<S> at(int j) const { return widen(reinterpret_cast<const S*>(&bits)[j]); }
+  __device__ __forceinline__ accumulate_t<S> at(int j) const {
+    if constexpr (std::is_same_v<S, BFloat16>) {  // half of a word is the upper half of a float
+      const unsigned word = reinterpret_cast<const unsigned*>(&bits)[j / 2];
+      return __uint_as_float(j % 2 == 0 ? word << 16 : word & 0xffff0000u);
+    } else {
+      return widen(reinterpret_cast<const S*>(&bits)[j]);
+    }
+  }
   __device__ __forceinline__ static Vector pack(const accumulate_t<S> (&x)[kSize]) {
     Vector v;
     S* s = reinterpret_cast<S*>(&v.bits);

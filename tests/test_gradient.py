@@ -141,6 +141,26 @@ def test_padding_is_not_read(kernel, device, api):
     assert same_bits(outcome.grad_tokens, clean.grad_tokens) and same_bits(outcome.grad_durations, clean.grad_durations)
 
 
+@pytest.mark.parametrize("V", [3, 37, 1025, 8193])
+def test_padding_becomes_zero(kernel, device, V):
+    # Of every shape: beside the frames, behind them, a whole sample; of more samples than a warp has lanes.
+    B, T, U = 35, 6, 4
+    lengths = {"logit_lengths": [1 + b * 5 % T for b in range(B)], "target_lengths": [b * 3 % (U + 1) for b in range(B)]}
+    batch = make_batch(B=B, T=T, U=U, V=V, durations=(0, 1, 2), dtype=torch.bfloat16, device=device, **lengths)
+    saved = saved_tensors(batch)
+    batch.logit_lengths[[4, 33]] = torch.tensor([0, T + 1], device=device)  # without a frame, and malformed
+    expected = run(kernel, batch, api="joint", saved=saved)
+    expected = torch.cat([expected.grad_tokens, expected.grad_durations], dim=-1)
+    valid = batch.valid.clone()
+    valid[[4, 33]] = False
+    assert expected[valid].any() and (expected[~valid] == 0).all()
+    logits = batch.joint.masked_fill(~valid[..., None], torch.nan)
+    weights = torch.ones(B, device=device)
+    grad_loss, no_weights, _, _, *rest = batch.gradient_op_args("joint", weights, weights[:0], *saved)
+    kernel.loss.ops.gradient_(grad_loss, no_weights, logits, *rest)
+    assert same_bits(logits, expected)
+
+
 def test_gradient_has_the_strides_of_the_logits(kernel, device):
     batch = make_batch(B=3, T=4, U=2, V=11, device=device)
     permuted = batch.replace(token_logits=batch.token_logits.transpose(0, 1).contiguous().transpose(0, 1))
