@@ -145,7 +145,10 @@ def test_padding_is_not_read(kernel, device, api):
 def test_padding_becomes_zero(kernel, device, V):
     # Of every shape: beside the frames, behind them, a whole sample; of more samples than a warp has lanes.
     B, T, U = 35, 6, 4
-    lengths = {"logit_lengths": [1 + b * 5 % T for b in range(B)], "target_lengths": [b * 3 % (U + 1) for b in range(B)]}
+    lengths = {
+        "logit_lengths": [1 + b * 5 % T for b in range(B)],
+        "target_lengths": [b * 3 % (U + 1) for b in range(B)],
+    }
     batch = make_batch(B=B, T=T, U=U, V=V, durations=(0, 1, 2), dtype=torch.bfloat16, device=device, **lengths)
     saved = saved_tensors(batch)
     batch.logit_lengths[[4, 33]] = torch.tensor([0, T + 1], device=device)  # without a frame, and malformed
