@@ -81,6 +81,7 @@ struct Extent {
   bool ok;  // lengths inside the tensor; otherwise T = U = 0 and no node is valid
 
   TDT_HD bool has(int t, int u) const { return ok && t < T && u <= U; }
+  TDT_HD uint32_t nodes() const { return ok ? static_cast<uint32_t>(T) * (U + 1) : 0; }
 };
 
 struct Batch {

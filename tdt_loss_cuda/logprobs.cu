@@ -3,7 +3,7 @@
 // A row is read once, and the kernel is bound by that if what is done once per row stays small: so as few threads as
 // possible share a row, kThreads of them: 8 for a short row, a warp for a longer one, a block where rows are too few to
 // fill the GPU otherwise. Offsets within a row are int, offsets of rows int64. Sums are float32 (float64 for float64
-// logits). Padding is never read.
+// logits). Padding is never read. Loops over the fields of a record mostly run once and are not unrolled.
 #include "rows.cuh"
 
 namespace tdt {

@@ -8,6 +8,9 @@
 
 namespace tdt::cuda {
 
+// Of one sample, valid or not.
+TDT_HD uint32_t nodes_of_sample(const Batch& batch) { return static_cast<uint32_t>(batch.max_T) * batch.max_U1; }
+
 // The nodes of a block: n of a sample's valid nodes, or of its padding, from the first-th on.
 struct BlockNodes {
   int b;
@@ -18,8 +21,8 @@ struct BlockNodes {
 
   // Whether the sample's part, all of it, has an r-th node as counted from the block's first.
   __device__ bool has(const Batch& batch, int r) const {
-    const uint32_t i = first + r, valid = extent.ok ? extent.T * (extent.U + 1) : 0;
-    return i < (padding ? static_cast<uint32_t>(batch.max_T) * batch.max_U1 - valid : valid);
+    const uint32_t i = first + r, valid = extent.nodes();
+    return i < (padding ? nodes_of_sample(batch) - valid : valid);
   }
   // The r-th of them. Padding lies beside the valid nodes of each frame, and then in whole frames.
   __device__ Node at(const Batch& batch, int r) const {
@@ -41,7 +44,7 @@ struct BlockOrder {
   unsigned blocks;   // some may have no nodes
 
   static BlockOrder of(const Batch& batch) {
-    const int64_t nodes = static_cast<int64_t>(batch.max_T) * batch.max_U1;
+    const int64_t nodes = nodes_of_sample(batch);
     // Two parts, each rounded up; no block without a node.
     const int64_t of_sample = std::max<int64_t>(1, std::min(nodes, (nodes + kRows - 1) / kRows + 1));
     return {Divider::of(static_cast<int>(std::min(batch.B, kWarp) * of_sample)),
@@ -62,8 +65,7 @@ struct BlockOrder {
     const uint32_t group = by_group.quotient(blockIdx.x);
     const int b = group * kWarp + lane;
     const Extent extent = b < batch.B ? batch.extent(b) : Extent{0, 0, false};
-    const uint32_t valid = extent.ok ? static_cast<uint32_t>(extent.T) * (extent.U + 1) : 0;
-    const uint32_t all = b < batch.B ? static_cast<uint32_t>(batch.max_T) * batch.max_U1 : 0;
+    const uint32_t valid = extent.nodes(), all = b < batch.B ? nodes_of_sample(batch) : 0;
 
     uint32_t block = blockIdx.x - group * by_group.divisor;
 #pragma unroll 1
