@@ -60,7 +60,7 @@ struct SampleState {
   // ll (lattices, B)
   TDT_HD static SampleState of(const double* ll, int B, int b, int lattices, const bool* counts) {
     SampleState state{true, false};
-    for (int l = 0; l < kMaxLattices; ++l) {
+    for (int l = 0; l < kMaxLattices; ++l) {  // a constant, so that nothing is unrolled that cannot run
       if (l >= lattices || !counts[l]) continue;
       const double here = ll[static_cast<int64_t>(l) * B + b];
       state.lives = state.lives && here > -INFINITY && here < INFINITY;

@@ -139,6 +139,7 @@ struct Rows {
   S* data;
   int64_t stride_row, stride_b, stride_t, stride_u;
 
+  // Unsigned, as no index is negative: a product of 64 bits then takes fewer registers.
   TDT_HD S* row(uint32_t row, const Node& at) const {
     return data + row * stride_row + uint32_t(at.b) * stride_b + uint32_t(at.t) * stride_t + uint32_t(at.u) * stride_u;
   }

@@ -22,7 +22,7 @@ namespace {
 constexpr int kBlock = 128;
 constexpr int kNodeLanes = 8;  // threads that work out a node
 
-// How rows are shared out: kThreads turn a row, and a block has the next kRows rows. More would spread what the GPU
+// How rows are shared out: kThreads turn a row, and a block has up to kRows rows. More would spread what the GPU
 // reads and writes at a time over more memory, which costs bandwidth; fewer would leave it waiting for nodes.
 template <int kThreadsOfRow, int kRowsOfBlock>
 struct Shape {
@@ -99,7 +99,7 @@ __device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
   constexpr int kSize = Vector<S>::kSize, kThreads = Shape::kThreads;
   const S* const x = task.x;
   S* const out = task.grad_x;
-  const bool reads = task.G != 0 && !isnan(task.G);  // else padding, no alignment, or a malformed sample
+  const bool reads = task.G != 0 && !isnan(task.G);  // else no occupancy, or none that is a number
   const RowSplit<S, Shape::kBoundary> split(out, V);
   const bool joint = task.grad_z == out + V;
   const RowEnds<S> ends(split, joint ? V + min(D, kNodeLanes) : V, thread);
