@@ -19,17 +19,17 @@ struct Emission {
 // Where eq. 1-3 go.
 template <typename Acc>
 struct NodeRecords {
-  Acc* node_lp;              // (B, T, U1, record_size(D))
-  RowStats<Acc>* row_stats;  // (B, T, U1)
+  Acc* node_lp;  // (B, T, U1, record_size(D))
+  Acc* row_max;  // (B, T, U1)
 };
 
 // What the forward keeps for the gradient.
 template <typename Acc>
 struct Saved {
-  const Acc* node_lp;              // (B, T, U1, record_size(D))
-  const RowStats<Acc>* row_stats;  // (B, T, U1); null where no row is transformed
-  const double* ll;                // (lattices, B)
-  const double* alpha_beta;        // (lattices, 2, B, T, U1)
+  const Acc* node_lp;        // (B, T, U1, record_size(D))
+  const Acc* row_max;        // (B, T, U1); null where no row is transformed
+  const double* ll;          // (lattices, B)
+  const double* alpha_beta;  // (lattices, 2, B, T, U1)
 
   TDT_HD const double* alpha(const Batch& batch, int lattice) const { return alpha_beta + 2 * lattice * batch.nodes(); }
   TDT_HD const double* beta(const Batch& batch, int lattice) const {

@@ -132,11 +132,11 @@ inline void check_node_lp(const Tensor& node_lp, int64_t D) {
                   " columns for ", D, " durations, got ", node_lp.size(3));
 }
 
-inline void check_row_stats(const Tensor& row_stats, const Tensor& node_lp) {
-  STD_TORCH_CHECK(row_stats.scalar_type() == node_lp.scalar_type() && row_stats.is_contiguous() &&
-                      row_stats.numel() == 2 * node_lp.size(0) * node_lp.size(1) * node_lp.size(2) &&
-                      row_stats.device() == node_lp.device(),
-                  "row_stats does not belong to these logits");
+inline void check_row_max(const Tensor& row_max, const Tensor& node_lp) {
+  STD_TORCH_CHECK(row_max.scalar_type() == node_lp.scalar_type() && row_max.is_contiguous() &&
+                      row_max.numel() == node_lp.size(0) * node_lp.size(1) * node_lp.size(2) &&
+                      row_max.device() == node_lp.device(),
+                  "row_max does not belong to these logits");
 }
 
 // What the forward saved, against the batch it was saved for. `type`: of the log-probabilities.

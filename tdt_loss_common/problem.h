@@ -157,18 +157,15 @@ struct Rows {
   }
 };
 
-// One record per node: eq. 1, eq. 2, then eq. 3 for each duration. Padded so that a record is a multiple of 16 bytes;
-// for five durations in float32 it is one 32-byte sector, which a lattice thread and a gradient row each read whole.
-enum RecordField { kBlankLp = 0, kLabelLp = 1, kDurLp = 2 };
+// One record per node: the sum of exp(x - max(x)) over its row of token logits, eq. 1, eq. 2, then eq. 3 for each
+// duration. Padded so that a record is a multiple of 16 bytes; for five durations in float32 it is one 32-byte sector,
+// which a lattice thread and a gradient row each read whole.
+//
+// With max(x), which is kept apart, softmax(x)_v = exp(x_v - max) / sum. lse(x) = max + log(sum) as one number would
+// round log(sum) to the magnitude of the logits. A second number in the record would take it beyond its sector.
+enum RecordField { kRowSum = 0, kBlankLp = 1, kLabelLp = 2, kDurLp = 3 };
 
 TDT_HD int record_size(int D) { return (kDurLp + D + 3) / 4 * 4; }
-
-// What eq. 8 needs of a row of token logits: softmax(x)_v = exp(x_v - max) / sum. The two stay apart, because lse(x) =
-// max + log(sum) would round log(sum) to the magnitude of the logits.
-template <typename Acc>
-struct RowStats {
-  Acc max, sum;
-};
 
 template <typename Acc>
 TDT_HD Acc Arcs::dur_lp(const Acc* record, int i) const {

@@ -37,7 +37,8 @@ void Cpu::log_probs(const Tensor&, const Batch& batch, const NodeList& list, con
       const Row<Acc> tokens(x, batch.V);
       const int y = at.u < extent.U ? batch.label(at.b, at.u) : -1;
       const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - at.t));
-      out.row_stats[node] = {tokens.max, tokens.sum};
+      out.row_max[node] = tokens.max;
+      record[kRowSum] = tokens.sum;
       record[kBlankLp] = x[emission.blank] - tokens.max - tokens.log_sum - sigma;                 // eq. 1
       record[kLabelLp] = y < 0 ? -INFINITY : x[y] - tokens.max - tokens.log_sum - sigma + delay;  // eq. 2
       if (batch.D == 0) continue;
@@ -78,8 +79,7 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, cons
       }
       const Acc* x = widened(logits.tokens.row(row, at), batch.V, buffer);
       Acc* result = row_for(grad_x, batch.V, buffer);  // may be x: nothing of x is read afterwards
-      const RowStats<Acc> stats = saved.row_stats[node];
-      row_softmax(x, result, batch.V, stats.max, G_both * scale / stats.sum);  // eq. 8
+      row_softmax(x, result, batch.V, saved.row_max[node], G_both * scale / occupied.record[kRowSum]);  // eq. 8
       result[shaping.blank] -= G.blank * scale;
       const int y = at.u < extent.U ? batch.label(at.b, at.u) : -1;
       if (y >= 0) result[y] -= G.label * scale;

@@ -96,25 +96,25 @@ __device__ void fill_stretch(S* begin, S* end) {
   }
 }
 
-// eq. 8 of the vectors of a row, but for the columns of blank and label. `load` reads one of them.
-template <int kThreads, int kInFlight, typename S, class Split, class Load>
+// eq. 8 of the vectors of a row, but for the columns of blank and label. `alignment`: of the logits.
+template <Alignment alignment, int kThreads, typename S, class Split>
 __device__ __forceinline__ void transform_vectors(const TokenGradient<accumulate_t<S>>& gradient, const S* x, S* out,
-                                                  const Split& split, int thread, Load&& load) {
+                                                  const Split& split, int thread) {
   using Acc = accumulate_t<S>;
-  constexpr int kSize = Vector<S>::kSize, kStride = kThreads * kInFlight;
+  constexpr int kSize = Vector<S>::kSize, kStride = kThreads * kUnroll;
   const Acc max = gradient.max, share = gradient.share, limit = gradient.limit;
   const bool clamps = limit < static_cast<Acc>(INFINITY);
   int i = thread - split.skipped;
   const S* from = x + split.head + i * kSize;
   S* to = out + split.head + i * kSize;
   for (; i < split.vectors; i += kStride, from += kStride * kSize, to += kStride * kSize) {
-    Vector<S> loaded[kInFlight];
+    Vector<S> loaded[kUnroll];
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      if (split.has(i + k * kThreads)) loaded[k] = load(from + k * kThreads * kSize);
+    for (int k = 0; k < kUnroll; ++k) {
+      if (split.has(i + k * kThreads)) loaded[k] = load_vector<alignment>(from + k * kThreads * kSize);
     }
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
+    for (int k = 0; k < kUnroll; ++k) {
       if (split.has(i + k * kThreads)) {
         Acc values[kSize];
 #pragma unroll
@@ -157,11 +157,14 @@ __device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
   if (owns_blank) at_blank = x[blank];
   if (owns_label) at_label = x[label];
   if (ends.element >= 0 && ends.element < V) at_end = x[ends.element];
-  if (reinterpret_cast<uintptr_t>(x) % 16 == reinterpret_cast<uintptr_t>(out) % 16) {
-    transform_vectors<kThreads, kUnroll>(task.gradient, x, out, split, thread, Vector<S>::load);
-  } else {  // no common boundary
-    transform_vectors<kThreads, kUnroll>(task.gradient, x, out, split, thread,
-                                         [=](const S* p) { return Vector<S>::load_shifted(p, x, x + V); });
+  // Gradients are stored in whole vectors; the logits may lie otherwise.
+  const unsigned shift = static_cast<unsigned>(reinterpret_cast<uintptr_t>(x) - reinterpret_cast<uintptr_t>(out)) % 16;
+  if (shift == 0) {
+    transform_vectors<Alignment::kWhole, kThreads>(task.gradient, x, out, split, thread);
+  } else if (sizeof(S) > 2 || shift % 4 == 0) {
+    transform_vectors<Alignment::kWords, kThreads>(task.gradient, x, out, split, thread);
+  } else if constexpr (sizeof(S) == 2) {
+    transform_vectors<Alignment::kOdd, kThreads>(task.gradient, x, out, split, thread);
   }
   if (ends.element >= 0) {
     out[ends.element] =
@@ -191,12 +194,12 @@ __device__ void work_out(RowTask<S>& task, int row, const Node& at, const Extent
 
   // What the forward wrote of the node; of padding, nothing.
   const Acc* record = saved.node_lp + batch.node(at.b, at.t, at.u) * record_size(batch.D);
-  RowStats<Acc> stats{0, 1};
-  Acc dur_lp = 0;
+  Acc max = 0, sum = 1, dur_lp = 0;
   NodeSums<Acc> G{0, 0}, tdt{0, 0};
   ArcPair<Acc> own{0, 0};  // this lane's arc pair of the first lattice
   if (lives) {
-    stats = saved.row_stats[batch.node(at.b, at.t, at.u)];
+    max = saved.row_max[batch.node(at.b, at.t, at.u)];
+    sum = record[kRowSum];
     if (lanes.lane < batch.D) dur_lp = record[kDurLp + lanes.lane];
 #pragma unroll 1
     for (int l = 0; l < shaping.lattices; ++l) {
@@ -231,8 +234,8 @@ __device__ void work_out(RowTask<S>& task, int row, const Node& at, const Extent
   }
   if (lanes.lane > 0) return;
   const int label = task.gradient.label;
-  task.gradient = {stats.max, both * scale / stats.sum, G.blank * scale, G.label * scale, shaping.blank,
-                   label,     shaping.limit(scale)};
+  task.gradient = {max,   both * scale / sum,  G.blank * scale, G.label * scale, shaping.blank,
+                   label, shaping.limit(scale)};
   task.G = both;
 }
 

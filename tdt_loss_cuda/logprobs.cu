@@ -13,12 +13,103 @@ namespace {
 constexpr int kBlock = 128;
 constexpr int kFillsGpu = 1 << 18;  // threads: one wave of the largest GPUs
 
-// Over a row; every thread of the group gets it.
+// The sum of exp(x - max) over what it has seen. Of a row that one entry dominates, the others matter only in their own
+// precision: `peak` is the sum of the piece that raised the maximum last, a little more than 1, and `rest` that of all
+// others. NaN and +inf make the sum NaN.
+template <typename Acc>
+struct SumExp {
+  Acc max = negative_infinity<Acc>(), peak = 0, rest = 0;
+
+  // A piece is summed pair by pair before it is added, so that small entries are not lost one by one.
+  template <int kSize>
+  __device__ __forceinline__ void add(const Acc (&x)[kSize]) {
+    Acc own_max = x[0];
+#pragma unroll
+    for (int j = 1; j < kSize; ++j) own_max = fmax(own_max, x[j]);
+    add(x, own_max);
+  }
+  template <int kSize>
+  __device__ __forceinline__ void add(const Acc (&x)[kSize], Acc own_max) {
+    const Acc new_max = fmax(max, own_max);
+    const Acc own = sum_of<0, kSize>(x, reference(new_max));
+    const bool rises = new_max > max;
+    rest = (rest + (rises ? peak : own)) * exp_of(max - reference(new_max));
+    peak = rises ? own : peak;
+    max = new_max;
+  }
+
+  // What one number leaves: 1, or 0 where it is masked. +inf gives NaN.
+  __device__ __forceinline__ static SumExp of(Acc x) {
+    return {x, x == negative_infinity<Acc>() ? Acc(0) : x - x + Acc(1), Acc(0)};
+  }
+
+  // Several over the lanes of a group, side by side, since each step of one waits for a shuffle. Afterwards they are
+  // those of all lanes. The 1 of each lane's maximum is counted apart, so that what is added up is as small as the
+  // other entries are.
+  template <int kThreads, int kCount>
+  __device__ __forceinline__ static void merge(const RowGroup<kThreads>& group, SumExp (&rows)[kCount]) {
+    Acc max[kCount], rest[kCount];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) max[k] = rows[k].max;
+    group.max(max);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const SumExp& row = rows[k];
+      const bool has_max = row.max == max[k] && row.peak != 0;
+      rest[k] = has_max ? row.peak - Acc(1) + row.rest : (row.peak + row.rest) * exp_of(row.max - reference(max[k]));
+      rows[k].peak = static_cast<Acc>(group.count(has_max));
+    }
+    group.sum(rest);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      rows[k].max = max[k];
+      rows[k].rest = rest[k];
+    }
+  }
+
+  __device__ __forceinline__ Acc sum() const { return peak + rest; }
+  __device__ __forceinline__ Acc log_sum() const { return log1p((peak - Acc(1)) + rest); }
+
+ private:
+  // 0 for nothing seen or all of it masked, so that exp(-inf - reference) is 0 and not NaN
+  __device__ __forceinline__ static Acc reference(Acc max) { return max == negative_infinity<Acc>() ? Acc(0) : max; }
+
+  template <int kFirst, int kCount, int kSize>
+  __device__ __forceinline__ static Acc sum_of(const Acc (&x)[kSize], Acc ref) {
+    if constexpr (kCount == 1) {
+      return exp_of(x[kFirst] - ref);
+    } else {
+      return sum_of<kFirst, kCount / 2>(x, ref) + sum_of<kFirst + kCount / 2, kCount - kCount / 2>(x, ref);
+    }
+  }
+};
+
+__device__ __forceinline__ __half2 max_of(__half2 a, __half2 b) { return __hmax2(a, b); }
+__device__ __forceinline__ __nv_bfloat162 max_of(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmax2(a, b); }
+
+// The largest element of some vectors; NaN does not count. 16-bit elements are compared two at a time.
+template <typename S, int kCount>
+__device__ __forceinline__ accumulate_t<S> max_of(const Vector<S> (&x)[kCount]) {
+  if constexpr (sizeof(S) == 2) {
+    using Pair = std::conditional_t<std::is_same_v<S, Half>, __half2, __nv_bfloat162>;
+    Pair max = reinterpret_cast<const Pair*>(&x[0].bits)[0];
+#pragma unroll
+    for (int j = 1; j < 4 * kCount; ++j) max = max_of(max, reinterpret_cast<const Pair*>(&x[j / 4].bits)[j % 4]);
+    return fmax(widen(reinterpret_cast<const S*>(&max)[0]), widen(reinterpret_cast<const S*>(&max)[1]));
+  } else {
+    accumulate_t<S> max = x[0].at(0);
+#pragma unroll
+    for (int j = 1; j < Vector<S>::kSize * kCount; ++j)
+      max = fmax(max, x[j / Vector<S>::kSize].at(j % Vector<S>::kSize));
+    return max;
+  }
+}
+
+// Of a thread's elements of a row.
 template <typename S, int kThreads>
-__device__ SumExp<accumulate_t<S>> row_sum_exp(const S* x, int n, const RowGroup<kThreads>& group) {
+__device__ SumExp<accumulate_t<S>> part_of_row(const S* x, int n, int thread) {
   using Acc = accumulate_t<S>;
   constexpr int kSize = Vector<S>::kSize;
-  const int thread = group.thread;
   const RowSplit<S> split(x, n);
   SumExp<Acc> row;
   const Acc ends[2] = {thread < split.head ? widen(x[thread]) : negative_infinity<Acc>(),
@@ -35,29 +126,23 @@ __device__ SumExp<accumulate_t<S>> row_sum_exp(const S* x, int n, const RowGroup
     Acc values[kUnroll * kSize];
 #pragma unroll
     for (int j = 0; j < kUnroll * kSize; ++j) values[j] = loaded[j / kSize].at(j % kSize);
-    row.add(values);
+    row.add(values, max_of(loaded));
   }
   row.add(ends);
-
-  row.merge(group);
-  if constexpr (kThreads > kWarp) {
-    constexpr int kWarps = kThreads / kWarp;
-    __shared__ Acc parts[3][kWarps];
-    if (group.lane == 0) {
-      parts[0][thread / kWarp] = row.max;
-      parts[1][thread / kWarp] = row.peak;
-      parts[2][thread / kWarp] = row.rest;
-    }
-    __syncthreads();
-    row = SumExp<Acc>();
-    if (group.lane < kWarps) {
-      row.max = parts[0][group.lane];
-      row.peak = parts[1][group.lane];
-      row.rest = parts[2][group.lane];
-    }
-    row.merge(group);
-  }
   return row;
+}
+
+// What the warps of a block have of one row, together.
+template <typename Acc>
+__device__ SumExp<Acc> merge_warps(const SumExp<Acc>& own, const RowGroup<kBlock>& group) {
+  constexpr int kWarps = kBlock / kWarp;
+  __shared__ SumExp<Acc> of_warp[kWarps];
+  if (group.lane == 0) of_warp[group.thread / kWarp] = own;
+  __syncthreads();
+  SumExp<Acc> row[1];
+  if (group.lane < kWarps) row[0] = of_warp[group.lane];
+  SumExp<Acc>::merge(group, row);
+  return row[0];
 }
 
 // The row of this thread.
@@ -99,29 +184,30 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
   const int y = u < extent.U ? batch.label(b, u) : -1;
   const Acc x_blank = widen(x[emission.blank]);
   const Acc x_label = y < 0 ? negative_infinity<Acc>() : widen(x[y]);
-  const Acc first[1] = {duration_logit(group.lane)};
+  const Acc first = duration_logit(group.lane);
 
-  const SumExp<Acc> tokens = row_sum_exp<S, kThreads>(x, batch.V, group);
-  if (group.thread >= kWarp) return;  // the record is one warp's
-  SumExp<Acc> durations;
-  durations.add(first);
+  SumExp<Acc> rows[2] = {part_of_row<S, kThreads>(x, batch.V, group.thread), SumExp<Acc>::of(first)};
+  auto& [tokens, durations] = rows;
 #pragma unroll 1
   for (int field = group.lane + group.kLanes; field < R; field += group.kLanes) durations.add({duration_logit(field)});
-  durations.merge(group);
-  if (group.lane == 0) out.row_stats[node] = {tokens.max, tokens.sum()};
+  SumExp<Acc>::merge(group, rows);
+  if constexpr (kThreads > kWarp) tokens = merge_warps(tokens, group);
+  if (group.thread >= kWarp) return;  // the record is one warp's
+  if (group.lane == 0) out.row_max[node] = tokens.max;
 
   const Acc sigma = static_cast<Acc>(emission.sigma);
   const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - t));
 #pragma unroll 1
   for (int field = group.lane; field < R; field += group.kLanes) {
     const bool of_token = field < kDurLp;
-    Acc logit = field == group.lane ? first[0] : duration_logit(field);
+    Acc logit = field == group.lane ? first : duration_logit(field);
     if (of_token) logit = field == kBlankLp ? x_blank : x_label;
     SumExp<Acc> row_of_field = durations;
     if (of_token) row_of_field = tokens;
     Acc value = logit - row_of_field.max - row_of_field.log_sum();                    // eq. 3
     if (of_token) value -= sigma;                                                     // eq. 1
     if (field == kLabelLp) value = y < 0 ? negative_infinity<Acc>() : value + delay;  // eq. 2
+    if (field == kRowSum) value = tokens.sum();
     record[field] = field < kDurLp + batch.D ? value : Acc(0);
   }
 }

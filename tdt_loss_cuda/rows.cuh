@@ -1,5 +1,4 @@
-// Row access and row arithmetic on the device: 16-byte vectors over a row that starts anywhere, and a log-sum-exp that
-// threads of a row build together.
+// Rows on the device: 16-byte vectors over a row that starts anywhere, and the threads that share one.
 //
 // A row of V + D logits is rarely a multiple of 16 bytes, so rows start at any element offset. A row is walked as a
 // head of single elements up to a 16-byte boundary, a body of vectors, and a tail of single elements.
@@ -53,32 +52,12 @@ struct Vector {
   uint4 bits;
 
   __device__ __forceinline__ static Vector load(const S* p) { return {__ldcs(reinterpret_cast<const uint4*>(p))}; }
-  // 16 bytes of the row [begin, end) that start at any element: element by element, or for 16-bit ones the words that
-  // hold them, shifted. Where one of these would reach beyond the row, elements again.
-  __device__ __forceinline__ static Vector load_shifted(const S* p, const S* begin, const S* end) {
-    const unsigned odd = reinterpret_cast<uintptr_t>(p) / sizeof(S) % 2;
-    if (sizeof(S) > 2 || (odd && (p == begin || p + kSize == end))) return gather(p);
-    const auto* const from = reinterpret_cast<const unsigned*>(p - odd);
-    unsigned words[5];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) words[j] = __ldcs(from + j);
-    words[4] = odd ? __ldcs(from + 4) : 0;
-    return {{__funnelshift_r(words[0], words[1], 16 * odd), __funnelshift_r(words[1], words[2], 16 * odd),
-             __funnelshift_r(words[2], words[3], 16 * odd), __funnelshift_r(words[3], words[4], 16 * odd)}};
-  }
   // `fill` in every place
   __device__ __forceinline__ static Vector of(accumulate_t<S> fill) {
     accumulate_t<S> x[kSize];
 #pragma unroll
     for (int j = 0; j < kSize; ++j) x[j] = fill;
     return pack(x);
-  }
-  // The elements from p on, one by one.
-  __device__ __forceinline__ static Vector gather(const S* p) {
-    Vector v;
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) reinterpret_cast<S*>(&v.bits)[j] = p[j];
-    return v;
   }
   template <Caching caching = Caching::kKept>
   __device__ __forceinline__ void store(S* p) const {
@@ -102,6 +81,32 @@ struct Vector {
     return v;
   }
 };
+
+// How the elements of a vector in memory lie: from a multiple of 16 bytes on; 16-bit elements from one of 4 bytes and
+// wider ones from anywhere; 16-bit elements from an odd one.
+enum class Alignment { kWhole, kWords, kOdd };
+
+// Sixteen bytes of a row whatever their alignment, and nothing beside them. Loads of parts are cached, since those of
+// neighbouring threads share cache lines.
+template <Alignment alignment, typename S>
+__device__ __forceinline__ Vector<S> load_vector(const S* p) {
+  if constexpr (alignment == Alignment::kWhole) {
+    return Vector<S>::load(p);
+  } else if constexpr (alignment == Alignment::kOdd) {
+    const auto* const pairs = reinterpret_cast<const unsigned*>(p + 1);
+    const unsigned first = p[0].x, a = pairs[0], b = pairs[1], c = pairs[2], last = p[7].x;
+    return {{__byte_perm(first, a, 0x5410), __funnelshift_r(a, b, 16), __funnelshift_r(b, c, 16),
+             __byte_perm(c, last, 0x5432)}};
+  } else {
+    using Part = std::conditional_t<sizeof(S) == 2, unsigned, S>;
+    Vector<S> v;
+#pragma unroll
+    for (int j = 0; j < 16 / static_cast<int>(sizeof(Part)); ++j) {
+      reinterpret_cast<Part*>(&v.bits)[j] = reinterpret_cast<const Part*>(p)[j];
+    }
+    return v;
+  }
+}
 
 // Where the vectors of a row lie: elements [head, head + vectors * kSize). Threads may take them in turn from the
 // multiple of kBoundary bytes before them, `skipped` vectors before the first, so that a warp touches whole cache
@@ -150,69 +155,31 @@ struct RowGroup {
     mask = (kFullMask >> (kWarp - kLanes)) << first;
   }
 
-  // Sum and maximum over the lanes; every lane gets the same bits: both commute, so the butterfly is symmetric.
-  template <typename Acc>
-  __device__ __forceinline__ Acc sum(Acc x) const {
+  // Sum and maximum over the lanes, of one number or of several side by side; every lane gets the same bits: both
+  // commute, so the butterfly is symmetric.
+  template <typename Acc, int kCount>
+  __device__ __forceinline__ void sum(Acc (&x)[kCount]) const {
 #pragma unroll
-    for (int offset = kLanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(mask, x, offset);
-    return x;
-  }
-  __device__ __forceinline__ int count(bool holds) const { return __popc(__ballot_sync(mask, holds)); }
-  template <typename Acc>
-  __device__ __forceinline__ Acc max(Acc x) const {
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
 #pragma unroll
-    for (int offset = kLanes / 2; offset > 0; offset /= 2) x = fmax(x, __shfl_xor_sync(mask, x, offset));
-    return x;
-  }
-};
-
-// The sum of exp(x - max) over what it has seen. Of a row that one entry dominates, the others matter only in their own
-// precision: `peak` is the sum of the piece that raised the maximum last, a little more than 1, and `rest` that of all
-// others. NaN and +inf make the sum NaN.
-template <typename Acc>
-struct SumExp {
-  Acc max = negative_infinity<Acc>(), peak = 0, rest = 0;
-
-  // A piece is summed pair by pair before it is added, so that small entries are not lost one by one.
-  template <int kSize>
-  __device__ __forceinline__ void add(const Acc (&x)[kSize]) {
-    Acc new_max = max;
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) new_max = fmax(new_max, x[j]);
-    const Acc own = sum_of<0, kSize>(x, reference(new_max));
-    const bool rises = new_max > max;
-    rest = (rest + (rises ? peak : own)) * exp_of(max - reference(new_max));
-    peak = rises ? own : peak;
-    max = new_max;
-  }
-
-  // Over the lanes of a group; afterwards max, count and rest are those of all. The 1 of each lane's maximum is counted
-  // apart, so that what is added up is as small as the other entries are.
-  template <int kThreads>
-  __device__ __forceinline__ void merge(const RowGroup<kThreads>& group) {
-    const Acc new_max = group.max(max);
-    const bool has_max = max == new_max && peak != 0;
-    rest = has_max ? peak - Acc(1) + rest : (peak + rest) * exp_of(max - reference(new_max));
-    rest = group.sum(rest);
-    peak = static_cast<Acc>(group.count(has_max));
-    max = new_max;
-  }
-
-  __device__ __forceinline__ Acc sum() const { return peak + rest; }
-  __device__ __forceinline__ Acc log_sum() const { return log1p((peak - Acc(1)) + rest); }
-
- private:
-  // 0 for nothing seen or all of it masked, so that exp(-inf - reference) is 0 and not NaN
-  __device__ __forceinline__ static Acc reference(Acc max) { return max == negative_infinity<Acc>() ? Acc(0) : max; }
-
-  template <int kFirst, int kCount, int kSize>
-  __device__ __forceinline__ static Acc sum_of(const Acc (&x)[kSize], Acc ref) {
-    if constexpr (kCount == 1) {
-      return exp_of(x[kFirst] - ref);
-    } else {
-      return sum_of<kFirst, kCount / 2>(x, ref) + sum_of<kFirst + kCount / 2, kCount - kCount / 2>(x, ref);
+      for (int k = 0; k < kCount; ++k) x[k] += __shfl_xor_sync(mask, x[k], offset);
     }
   }
+  template <typename Acc, int kCount>
+  __device__ __forceinline__ void max(Acc (&x)[kCount]) const {
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) x[k] = fmax(x[k], __shfl_xor_sync(mask, x[k], offset));
+    }
+  }
+  template <typename Acc>
+  __device__ __forceinline__ Acc sum(Acc x) const {
+    Acc one[1] = {x};
+    sum(one);
+    return one[0];
+  }
+  __device__ __forceinline__ int count(bool holds) const { return __popc(__ballot_sync(mask, holds)); }
 };
 
 }  // namespace tdt::cuda

@@ -12,7 +12,7 @@
 // Arguments that several schemas share.
 #define LABELS "Tensor targets, Tensor logit_lengths, Tensor target_lengths"
 #define SAVED "Tensor node_lp, Tensor ll, Tensor alpha_beta"
-#define SAVED_ROWS "Tensor node_lp, Tensor row_stats, Tensor ll, Tensor alpha_beta"
+#define SAVED_ROWS "Tensor node_lp, Tensor row_max, Tensor ll, Tensor alpha_beta"
 #define SHAPING "float omega, float fastemit_lambda, float clamp"
 #define JOINT "Tensor encoder, Tensor decoder, Tensor nodes, int activation, float dropout, int seed"
 
@@ -23,7 +23,7 @@ TDT_LIBRARY(TORCH_EXTENSION_NAME, m) {
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("log_probs(Tensor logits, Tensor? duration_logits, " LABELS ", int blank, int num_durations, float sigma, "
         "float delay_penalty) -> (Tensor, Tensor)");
-  m.def("log_probs_tile_(Tensor tile, Tensor nodes, Tensor(a!) node_lp, Tensor(b!) row_stats, " LABELS ", int blank, int vocab, "
+  m.def("log_probs_tile_(Tensor tile, Tensor nodes, Tensor(a!) node_lp, Tensor(b!) row_max, " LABELS ", int blank, int vocab, "
         "int num_durations, float sigma, float delay_penalty) -> ()");
   m.def("lattice(Tensor node_lp, " LABELS ", int[] durations, int vocab, float omega, bool need_grad) "
         "-> (Tensor, Tensor)");

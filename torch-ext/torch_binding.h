@@ -18,8 +18,8 @@ Acc* mutable_data(const Tensor& t) {
 }
 
 template <typename Acc>
-NodeRecords<Acc> node_records(const Tensor& node_lp, const Tensor& row_stats) {
-  return {mutable_data<Acc>(node_lp), mutable_data<RowStats<Acc>>(row_stats)};
+NodeRecords<Acc> node_records(const Tensor& node_lp, const Tensor& row_max) {
+  return {mutable_data<Acc>(node_lp), mutable_data<Acc>(row_max)};
 }
 
 // Calls f with a zero of the C++ type of log-probabilities and losses.
@@ -36,7 +36,7 @@ inline int lattices_of(const Arcs& arcs, double omega) {
   return omega > 0 && !arcs.rnnt ? 2 : 1;
 }
 
-// eq. 1-3 of every node: node_lp (B, T, U1, record_size(D)) and row_stats (B, T, U1, 2).
+// eq. 1-3 of every node: node_lp (B, T, U1, record_size(D)) and row_max (B, T, U1).
 template <class Backend>
 std::tuple<Tensor, Tensor> log_probs(const Tensor& logits, const OptionalTensor& duration_logits, const Tensor& targets,
                                      const Tensor& logit_lengths, const Tensor& target_lengths, int64_t blank,
@@ -47,25 +47,25 @@ std::tuple<Tensor, Tensor> log_probs(const Tensor& logits, const OptionalTensor&
   check_penalties(batch, sigma, delay_penalty);
   const ScalarType type = accumulate_type(logits.scalar_type());
   Tensor node_lp = empty_on(logits, {batch.B, batch.max_T, batch.max_U1, record_size(batch.D)}, type);
-  Tensor row_stats = empty_on(logits, {batch.B, batch.max_T, batch.max_U1, 2}, type);
-  if (batch.nodes() == 0) return {node_lp, row_stats};
+  Tensor row_max = empty_on(logits, {batch.B, batch.max_T, batch.max_U1}, type);
+  if (batch.nodes() == 0) return {node_lp, row_max};
   dispatch_logits(logits.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
     Backend::log_probs(logits, batch, {batch.nodes(), nullptr}, logit_rows<S>(logits, duration_logits, V),
-                       node_records<accumulate_t<S>>(node_lp, row_stats),
+                       node_records<accumulate_t<S>>(node_lp, row_max),
                        {static_cast<int>(blank), sigma, delay_penalty});
   });
-  return {node_lp, row_stats};
+  return {node_lp, row_max};
 }
 
-// The same of the nodes of a tile, into node_lp and row_stats.
+// The same of the nodes of a tile, into node_lp and row_max.
 template <class Backend>
-void log_probs_tile_(const Tensor& tile, const Tensor& nodes, const Tensor& node_lp, const Tensor& row_stats,
+void log_probs_tile_(const Tensor& tile, const Tensor& nodes, const Tensor& node_lp, const Tensor& row_max,
                      const Tensor& targets, const Tensor& logit_lengths, const Tensor& target_lengths, int64_t blank,
                      int64_t vocab, int64_t num_durations, double sigma, double delay_penalty) {
   const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, num_durations);
   check_node_lp(node_lp, num_durations);
-  check_row_stats(row_stats, node_lp);
+  check_row_max(row_max, node_lp);
   check_blank(blank, vocab);
   check_penalties(batch, sigma, delay_penalty);
   const NodeList list = check_tile(tile, nodes, node_lp, vocab + num_durations);
@@ -73,7 +73,7 @@ void log_probs_tile_(const Tensor& tile, const Tensor& nodes, const Tensor& node
   dispatch_logits(tile.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
     Backend::log_probs(tile, batch, list, logit_rows<S>(tile, std::nullopt, vocab),
-                       node_records<accumulate_t<S>>(node_lp, row_stats),
+                       node_records<accumulate_t<S>>(node_lp, row_max),
                        {static_cast<int>(blank), sigma, delay_penalty});
   });
 }
@@ -139,17 +139,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> loss(
     bool need_grad, bool /*inplace_grad: for autograd*/, int64_t reduction) {
   const auto D = static_cast<int64_t>(durations.size());
   const int64_t V = vocab_of(logits, duration_logits, D);
-  auto [node_lp, row_stats] = log_probs<Backend>(logits, duration_logits, targets, logit_lengths, target_lengths, blank,
-                                                 D, sigma, delay_penalty);
+  auto [node_lp, row_max] = log_probs<Backend>(logits, duration_logits, targets, logit_lengths, target_lengths, blank,
+                                               D, sigma, delay_penalty);
   auto [ll, alpha_beta] =
       lattice<Backend>(node_lp, targets, logit_lengths, target_lengths, durations, V, omega, need_grad);
   auto [value, weights] = reduce<Backend>(ll, target_lengths, logits, omega, zero_infinity, reduction);
-  return {value, node_lp, row_stats, ll, alpha_beta, weights};
+  return {value, node_lp, row_max, ll, alpha_beta, weights};
 }
 
 // What the gradient needs beside the logits: the upstream gradient, what the forward saved, the options.
 struct GradientArguments {
-  const Tensor &grad_loss, &weights, &targets, &logit_lengths, &target_lengths, &node_lp, &row_stats, &ll, &alpha_beta;
+  const Tensor &grad_loss, &weights, &targets, &logit_lengths, &target_lengths, &node_lp, &row_max, &ll, &alpha_beta;
   int64_t blank;
   const DurationList& durations;
   double omega, fastemit_lambda, clamp;
@@ -163,13 +163,13 @@ void gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_duratio
   const Arcs arcs = arcs_of(a.durations);
   const int lattices = lattices_of(arcs, a.omega);
   check_saved(batch, lattices, accumulate_type(logits.scalar_type()), a.node_lp, a.ll, a.alpha_beta);
-  check_row_stats(a.row_stats, a.node_lp);
+  check_row_max(a.row_max, a.node_lp);
   check_upstream(a.grad_loss, a.weights, a.node_lp, batch.B);
   if (list.n == 0) return;
   dispatch_logits(logits.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
     using Acc = accumulate_t<S>;
-    const Saved<Acc> saved{const_data<Acc>(a.node_lp), const_data<RowStats<Acc>>(a.row_stats), const_data<double>(a.ll),
+    const Saved<Acc> saved{const_data<Acc>(a.node_lp), const_data<Acc>(a.row_max), const_data<double>(a.ll),
                            const_data<double>(a.alpha_beta)};
     const Upstream<Acc> upstream{const_data<Acc>(a.grad_loss), a.grad_loss.dim() == 0 ? 0 : a.grad_loss.stride(0),
                                  a.weights.size(0) == 0 ? nullptr : const_data<Acc>(a.weights)};
@@ -204,7 +204,7 @@ template <class Backend>
 std::tuple<Tensor, Tensor> gradient(const Tensor& grad_loss, const Tensor& weights, const Tensor& logits,
                                     const OptionalTensor& duration_logits, const Tensor& targets,
                                     const Tensor& logit_lengths, const Tensor& target_lengths, const Tensor& node_lp,
-                                    const Tensor& row_stats, const Tensor& ll, const Tensor& alpha_beta, int64_t blank,
+                                    const Tensor& row_max, const Tensor& ll, const Tensor& alpha_beta, int64_t blank,
                                     const DurationList& durations, double omega, double fastemit_lambda, double clamp) {
   const auto D = static_cast<int64_t>(durations.size());
   check_logits(logits, duration_logits, D, vocab_of(logits, duration_logits, D), blank);
@@ -212,7 +212,7 @@ std::tuple<Tensor, Tensor> gradient(const Tensor& grad_loss, const Tensor& weigh
   OptionalTensor grad_durations;
   if (duration_logits) grad_durations = gradient_like(*duration_logits);
   dense_gradient_into<Backend>(grad_logits, grad_durations, logits, duration_logits,
-                               {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, row_stats, ll,
+                               {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, row_max, ll,
                                 alpha_beta, blank, durations, omega, fastemit_lambda, clamp});
   return {grad_logits, grad_durations ? *grad_durations : empty_on(logits, {0}, logits.scalar_type())};
 }
@@ -220,11 +220,11 @@ std::tuple<Tensor, Tensor> gradient(const Tensor& grad_loss, const Tensor& weigh
 // The gradient of joint logits, written over them.
 template <class Backend>
 void gradient_(const Tensor& grad_loss, const Tensor& weights, const Tensor& logits, const Tensor& targets,
-               const Tensor& logit_lengths, const Tensor& target_lengths, const Tensor& node_lp,
-               const Tensor& row_stats, const Tensor& ll, const Tensor& alpha_beta, int64_t blank,
-               const DurationList& durations, double omega, double fastemit_lambda, double clamp) {
+               const Tensor& logit_lengths, const Tensor& target_lengths, const Tensor& node_lp, const Tensor& row_max,
+               const Tensor& ll, const Tensor& alpha_beta, int64_t blank, const DurationList& durations, double omega,
+               double fastemit_lambda, double clamp) {
   dense_gradient_into<Backend>(logits, std::nullopt, logits, std::nullopt,
-                               {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, row_stats, ll,
+                               {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, row_max, ll,
                                 alpha_beta, blank, durations, omega, fastemit_lambda, clamp});
 }
 
@@ -232,7 +232,7 @@ void gradient_(const Tensor& grad_loss, const Tensor& weights, const Tensor& log
 template <class Backend>
 void gradient_tile_(const Tensor& grad_loss, const Tensor& weights, const Tensor& tile, const Tensor& nodes,
                     const Tensor& targets, const Tensor& logit_lengths, const Tensor& target_lengths,
-                    const Tensor& node_lp, const Tensor& row_stats, const Tensor& ll, const Tensor& alpha_beta,
+                    const Tensor& node_lp, const Tensor& row_max, const Tensor& ll, const Tensor& alpha_beta,
                     int64_t blank, int64_t vocab, const DurationList& durations, double omega, double fastemit_lambda,
                     double clamp) {
   const auto D = static_cast<int64_t>(durations.size());
@@ -240,8 +240,8 @@ void gradient_tile_(const Tensor& grad_loss, const Tensor& weights, const Tensor
   check_blank(blank, vocab);
   const NodeList list = check_tile(tile, nodes, node_lp, vocab + D);
   gradient_into<Backend>(tile, std::nullopt, tile, std::nullopt, batch, list,
-                         {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, row_stats, ll,
-                          alpha_beta, blank, durations, omega, fastemit_lambda, clamp});
+                         {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, row_max, ll, alpha_beta,
+                          blank, durations, omega, fastemit_lambda, clamp});
 }
 
 // eq. 7 of every arc of the first lattice: blank and label (B, T, U1, D), for RNN-T (B, T, U1).

@@ -12,7 +12,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def record_size(num_durations: int) -> int:
     """Numbers that node_lp holds for a node, as in tdt_loss_common/problem.h."""
-    return (2 + num_durations + 3) // 4 * 4
+    return (3 + num_durations + 3) // 4 * 4
 
 
 def fake_log_probs(
@@ -20,7 +20,7 @@ def fake_log_probs(
 ):
     shape, dtype = logits.shape[:3], accumulate_dtype(logits.dtype)
     node_lp = logits.new_empty((*shape, record_size(num_durations)), dtype=dtype)
-    return node_lp, logits.new_empty((*shape, 2), dtype=dtype)
+    return node_lp, logits.new_empty(shape, dtype=dtype)
 
 
 def fake_lattice(node_lp, targets, logit_lengths, target_lengths, durations, vocab, omega, need_grad):
@@ -56,10 +56,10 @@ def fake_loss(
     reduction,
 ):
     labels = (targets, logit_lengths, target_lengths)
-    node_lp, row_stats = fake_log_probs(logits, duration_logits, *labels, blank, len(durations), sigma, delay_penalty)
+    node_lp, row_max = fake_log_probs(logits, duration_logits, *labels, blank, len(durations), sigma, delay_penalty)
     ll, alpha_beta = fake_lattice(node_lp, *labels, durations, None, omega, need_grad)
     loss, weights = fake_reduce(ll, target_lengths, logits, omega, zero_infinity, reduction)
-    return loss, node_lp, row_stats, ll, alpha_beta, weights
+    return loss, node_lp, row_max, ll, alpha_beta, weights
 
 
 def _gradient_like(logits):

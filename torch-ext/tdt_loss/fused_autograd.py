@@ -90,7 +90,7 @@ _SCALARS = (
     "float clamp, bool zero_infinity, int reduction, int activation, float dropout, int max_tile_bytes, "
     "float occupancy_threshold, ScalarType dtype"
 )
-_SAVED = "Tensor node_lp, Tensor row_stats, Tensor ll, Tensor alpha_beta"
+_SAVED = "Tensor node_lp, Tensor row_max, Tensor ll, Tensor alpha_beta"
 # Both wait for numbers of rows, so the CUDA graphs of torch.compile must leave them out. Older versions of torch lack the tag.
 _TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
 
@@ -112,10 +112,10 @@ def _(*args):
     shape = (*inputs.encoder.shape[:2], inputs.decoder.shape[1])
     like = inputs.encoder.new_empty((), dtype=p.dtype)
     node_lp = like.new_empty((*shape, record_size(len(p.durations))), dtype=accumulate_dtype(p.dtype))
-    row_stats = node_lp.new_empty((*shape, 2))
+    row_max = node_lp.new_empty(shape)
     ll, alpha_beta = fake_lattice(node_lp, *inputs.labels, p.durations, p.vocab, p.omega, need_grad)
     loss, weights = fake_reduce(ll, inputs.target_lengths, like, p.omega, p.zero_infinity, p.reduction)
-    return loss, node_lp, row_stats, ll, alpha_beta, weights
+    return loss, node_lp, row_max, ll, alpha_beta, weights
 
 
 def _setup(ctx, inputs, output) -> None:

@@ -35,9 +35,9 @@ def adjoin(token_logits: Tensor, duration_logits: Tensor) -> bool:
 
 
 def joint_of(token_logits: Tensor, duration_logits: Tensor) -> Tensor:
-    """That tensor, detached."""
+    """That tensor. Autograd must be excluded."""
     shape = (*token_logits.shape[:3], token_logits.shape[3] + duration_logits.shape[3])
-    return token_logits.detach().as_strided(shape, token_logits.stride(), token_logits.storage_offset())
+    return token_logits.as_strided(shape, token_logits.stride(), token_logits.storage_offset())
 
 
 class Watched:
@@ -84,22 +84,18 @@ class GradientPart(Tensor):
     stands for, and returns a plain tensor.
     """
 
-    joint: Tensor
-    begin: int
-    end: int
-    whole: bool
-    value: Tensor | None  # what it stands for, once somebody has asked
+    place: tuple[Tensor, int, int, bool]  # joint, begin, end, whole
+    value: Tensor | None = None  # what it stands for, once somebody has asked
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, joint: Tensor, begin: int, end: int, whole: bool) -> GradientPart:
-        if whole:
-            shape, offset = joint.shape, joint.storage_offset()
-        else:
-            shape, offset = (*joint.shape[:3], end - begin), joint.storage_offset() + begin
+        shape, offset = joint.shape, joint.storage_offset()
+        if not whole:
+            shape, offset = (*shape[:3], end - begin), offset + begin
         self = Tensor._make_wrapper_subclass(cls, shape, joint.stride(), offset, dtype=joint.dtype, device=joint.device)
-        self.joint, self.begin, self.end, self.whole, self.value = joint, begin, end, whole, None
+        self.place = (joint, begin, end, whole)
         return self
 
     def __repr__(self) -> str:
@@ -107,12 +103,11 @@ class GradientPart(Tensor):
 
     def plain(self) -> Tensor:
         if self.value is None:
-            columns = self.joint[..., self.begin : self.end]
-            if self.whole:
-                self.value = torch.zeros_like(self.joint)
-                self.value[..., self.begin : self.end] = columns
-            else:
-                self.value = columns
+            joint, begin, end, whole = self.place
+            self.value = joint[..., begin:end]
+            if whole:
+                columns, self.value = self.value, torch.zeros_like(joint)
+                self.value[..., begin:end] = columns
         return self.value
 
     @classmethod
@@ -136,29 +131,30 @@ def _join(func, args) -> Tensor | None:
     """What the backward of two slices, or of a split, makes of parts; None for other operations."""
     if func is _SLICE_BACKWARD:
         part, shape, dim, start, end, step = args
-        columns = shape[-1]
-        same_place = start == part.begin and min(end, columns) == part.end and dim % 4 == 3 and step == 1
-        if same_place and not part.whole and tuple(shape) == part.joint.shape:
-            return GradientPart(part.joint, start, part.end, True)
+        joint, begin, part_end, whole = part.place
+        same_place = start == begin and min(end, shape[-1]) == part_end and dim % 4 == 3 and step == 1
+        if same_place and not whole and tuple(shape) == joint.shape:
+            return GradientPart(joint, begin, part_end, True)
     elif func is _ADD:
         if len(args) == 2 and _complete(*args, whole=True):
-            return args[0].joint
+            return args[0].place[0]
     elif func is _CAT:
         parts, dim = args if len(args) == 2 else (args[0], 0)
         if len(parts) == 2 and dim % 4 == 3 and _complete(*parts, whole=False):
-            return parts[0].joint
+            return parts[0].place[0]
     return None
 
 
 def _complete(first, second, whole: bool) -> bool:
     """Whether these are two parts of one gradient, of one kind and in order, that nobody has changed apart from it."""
-    if type(first) is not GradientPart or type(second) is not GradientPart or first.joint is not second.joint:
+    if type(first) is not GradientPart or type(second) is not GradientPart:
         return False
-    if whole:
-        if not (first.whole and second.whole) or first.value is not None or second.value is not None:
-            return False
-        if first.begin > second.begin:
-            first, second = second, first
-    elif first.whole or second.whole:
+    if whole and (first.value is not None or second.value is not None):
         return False
-    return first.begin == 0 and first.end == second.begin and second.end == first.joint.shape[3]
+    joint, begin, end, first_whole = first.place
+    other_joint, other_begin, other_end, second_whole = second.place
+    if joint is not other_joint or not first_whole == second_whole == whole:
+        return False
+    if whole and begin > other_begin:
+        begin, end, other_begin, other_end = other_begin, other_end, begin, end
+    return begin == 0 and end == other_begin and other_end == joint.shape[3]

@@ -146,22 +146,22 @@ def _padded(parameter: Optional[Tensor], rows: int, dtype: torch.dtype) -> Optio
 
 
 def fused_forward(inputs: Inputs, p: Problem, need_grad: bool) -> tuple[tuple[Tensor, ...], int]:
-    """loss, node_lp, row_stats, ll, alpha_beta, weights, as the op `loss` returns them; and how many rows there were."""
+    """loss, node_lp, row_max, ll, alpha_beta, weights, as the op `loss` returns them; and how many rows there were."""
     with torch.autocast(inputs.encoder.device.type, enabled=False):  # every cast is one of ours
         rows = _ValidRows(inputs)
         joint = _Joint(inputs, p, rows.total)
         shape, dtype = (len(joint.encoder), rows.max_T, rows.max_U1), accumulate_dtype(p.dtype)
         node_lp = joint.encoder.new_empty((*shape, record_size(len(p.durations))), dtype=dtype)
-        row_stats = joint.encoder.new_empty((*shape, 2), dtype=dtype)
+        row_max = joint.encoder.new_empty(shape, dtype=dtype)
         emission = (p.blank, p.vocab, len(p.durations), p.sigma, p.delay_penalty)
         for nodes in rows.lists():
             for first, last in joint.tiles(len(nodes)):
                 _, logits = joint.tile(nodes[first:last])
-                ops.log_probs_tile_(logits, nodes[first:last], node_lp, row_stats, *inputs.labels, *emission)
+                ops.log_probs_tile_(logits, nodes[first:last], node_lp, row_max, *inputs.labels, *emission)
         lattice = (node_lp, *inputs.labels, p.durations, p.vocab, p.omega, need_grad)
         ll, alpha_beta = call(ops.lattice, allocate_lattice, *lattice)
         loss, weights = ops.reduce(ll, inputs.target_lengths, node_lp, p.omega, p.zero_infinity, p.reduction)
-        return (loss, node_lp, row_stats, ll, alpha_beta, weights), rows.total
+        return (loss, node_lp, row_max, ll, alpha_beta, weights), rows.total
 
 
 class _LiveRows:
