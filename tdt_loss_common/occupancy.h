@@ -10,7 +10,12 @@ struct ArcPair {
   Acc blank, label;
 };
 
-TDT_HD float exp_of_sum(float, double x) { return expf(static_cast<float>(x)); }
+// exp(x) of a sum whose result is of the type of the first argument. Where it is large enough for its last digits to
+// matter beside others, to 1 ulp: the device's expf errs by 2 near 1.
+TDT_HD float exp_of_sum(float, double x) {
+  const Scaled exact = scaled_exp(static_cast<float>(x));
+  return x > -20.0 ? static_cast<float>(2 * exact.m * pow2_or_zero(exact.e - 1)) : expf(static_cast<float>(x));
+}
 TDT_HD double exp_of_sum(double, double x) { return exp(x); }
 
 // A node of a lattice that the forward has run. Only valid nodes of samples with a finite LL have occupancies.

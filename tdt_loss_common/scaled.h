@@ -91,20 +91,27 @@ TDT_HD Scaled normalized(Scaled a) {
   return {zero ? 0.0 : m, zero ? kZeroExp : nan ? 0 : e};
 }
 
+// 2^f - 1 for |f| <= 1/2, to 2 ulp of itself: the Taylor series, whose next term is below 1e-8. Instructions that
+// approximate 2^f err by 2e-7 near 1, which is more than all that a probability close to 1 leaves to the others.
+TDT_HD float exp2_minus_one(float f) {
+  float p = 1.5252734e-5f;
+  p = p * f + 1.5403530e-4f;
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  return p * f;
+}
+
 // exp(x) of a log-probability x (natural logarithm). Below kMinLogWeight it counts as zero.
 TDT_HD Scaled scaled_exp(float x) {
-  constexpr float kLog2eF = static_cast<float>(kLog2e);
+  constexpr float kLog2eF = static_cast<float>(kLog2e), kLog2eRest = static_cast<float>(kLog2e - kLog2eF);
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
   if (!(x >= static_cast<float>(kMinLogWeight))) return {x != x ? x : 0.0f, kZeroExp};
   const float shifted = fmaf(x, kLog2eF, kRounder);
-  const float fraction = fmaf(x, kLog2eF, kRounder - shifted);
-#ifdef __CUDA_ARCH__
-  float m;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(m) : "f"(fraction));
-  return {static_cast<double>(m), __float_as_int(shifted) - __float_as_int(kRounder)};
-#else
-  return {static_cast<double>(std::exp2(fraction)), static_cast<int>(shifted - kRounder)};
-#endif
+  const float fraction = fmaf(x, kLog2eRest, fmaf(x, kLog2eF, kRounder - shifted));
+  return {1.0 + exp2_minus_one(fraction), static_cast<int>(shifted - kRounder)};
 }
 
 TDT_HD Scaled scaled_exp(double x) {

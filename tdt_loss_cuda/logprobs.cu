@@ -13,6 +13,11 @@ namespace {
 constexpr int kBlock = 128;
 constexpr int kFillsGpu = 1 << 18;  // threads: one wave of the largest GPUs
 
+// Where one entry leaves less than this to all others, log(sum) is so small that the piece with that entry, rounded to
+// the last digit of 1, would spoil it: it is summed again.
+template <typename Acc>
+constexpr Acc kSharp = Acc(1) / 64;
+
 // The sum of exp(x - max) over what it has seen. Of a row that one entry dominates, the others matter only in their own
 // precision: `peak` is the sum of the piece that raised the maximum last, a little more than 1, and `rest` that of all
 // others. NaN and +inf make the sum NaN.
@@ -20,22 +25,24 @@ template <typename Acc>
 struct SumExp {
   Acc max = negative_infinity<Acc>(), peak = 0, rest = 0;
 
-  // A piece is summed pair by pair before it is added, so that small entries are not lost one by one.
+  // A piece is summed pair by pair before it is added, so that small entries are not lost one by one. Returns whether
+  // it holds a new maximum.
   template <int kSize>
-  __device__ __forceinline__ void add(const Acc (&x)[kSize]) {
+  __device__ __forceinline__ bool add(const Acc (&x)[kSize]) {
     Acc own_max = x[0];
 #pragma unroll
     for (int j = 1; j < kSize; ++j) own_max = fmax(own_max, x[j]);
-    add(x, own_max);
+    return add(x, own_max);
   }
   template <int kSize>
-  __device__ __forceinline__ void add(const Acc (&x)[kSize], Acc own_max) {
+  __device__ __forceinline__ bool add(const Acc (&x)[kSize], Acc own_max) {
     const Acc new_max = fmax(max, own_max);
     const Acc own = sum_of<0, kSize>(x, reference(new_max));
     const bool rises = new_max > max;
     rest = (rest + (rises ? peak : own)) * exp_of(max - reference(new_max));
     peak = rises ? own : peak;
     max = new_max;
+    return rises;
   }
 
   // What one number leaves: 1, or 0 where it is masked. +inf gives NaN.
@@ -105,13 +112,45 @@ __device__ __forceinline__ accumulate_t<S> max_of(const Vector<S> (&x)[kCount]) 
   }
 }
 
-// Of a thread's elements of a row.
+// A thread's elements of a row, in pieces of kUnroll vectors, and those beside the vectors as one more.
 template <typename S, int kThreads>
-__device__ SumExp<accumulate_t<S>> part_of_row(const S* x, int n, int thread) {
+struct PartOfRow {
   using Acc = accumulate_t<S>;
+  static constexpr int kEnds = -1;
+  SumExp<Acc> sums;
+  int peak_piece;  // the first vector of the piece that has the thread's maximum, or kEnds
+
+  __device__ PartOfRow(const S* x, int n, int thread);
+
+  // The sums of a part that has the row's maximum, without the rounding of the piece that it is in: the entries equal
+  // to it are counted, and the others of the piece added up by themselves.
+  __device__ __forceinline__ void separate_peak(const S* x, int n, int thread) {
+    const RowSplit<S> split(x, n);
+    Acc equal = 0;
+    const auto add = [&](Acc value) {
+      const bool is_max = value == sums.max;
+      equal += is_max ? Acc(1) : Acc(0);
+      sums.rest += is_max ? Acc(0) : exp_of(value - sums.max);
+    };
+    if (peak_piece == kEnds) {
+      if (thread < split.head) add(widen(x[thread]));
+      if (thread < n - split.tail) add(widen(x[split.tail + thread]));
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < kUnroll && peak_piece + k * kThreads < split.vectors; ++k) {
+        const auto vector = Vector<S>::load(x + split.head + (peak_piece + k * kThreads) * Vector<S>::kSize);
+#pragma unroll
+        for (int j = 0; j < Vector<S>::kSize; ++j) add(vector.at(j));
+      }
+    }
+    sums.peak = equal;
+  }
+};
+
+template <typename S, int kThreads>
+__device__ PartOfRow<S, kThreads>::PartOfRow(const S* x, int n, int thread) : peak_piece(kEnds) {
   constexpr int kSize = Vector<S>::kSize;
   const RowSplit<S> split(x, n);
-  SumExp<Acc> row;
   const Acc ends[2] = {thread < split.head ? widen(x[thread]) : negative_infinity<Acc>(),
                        thread < n - split.tail ? widen(x[split.tail + thread]) : negative_infinity<Acc>()};
   constexpr int kStride = kThreads * kUnroll;
@@ -126,10 +165,9 @@ __device__ SumExp<accumulate_t<S>> part_of_row(const S* x, int n, int thread) {
     Acc values[kUnroll * kSize];
 #pragma unroll
     for (int j = 0; j < kUnroll * kSize; ++j) values[j] = loaded[j / kSize].at(j % kSize);
-    row.add(values, max_of(loaded));
+    if (sums.add(values, max_of(loaded))) peak_piece = i;
   }
-  row.add(ends);
-  return row;
+  if (sums.add(ends)) peak_piece = kEnds;
 }
 
 // What the warps of a block have of one row, together.
@@ -137,6 +175,7 @@ template <typename Acc>
 __device__ SumExp<Acc> merge_warps(const SumExp<Acc>& own, const RowGroup<kBlock>& group) {
   constexpr int kWarps = kBlock / kWarp;
   __shared__ SumExp<Acc> of_warp[kWarps];
+  __syncthreads();
   if (group.lane == 0) of_warp[group.thread / kWarp] = own;
   __syncthreads();
   SumExp<Acc> row[1];
@@ -186,12 +225,20 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
   const Acc x_label = y < 0 ? negative_infinity<Acc>() : widen(x[y]);
   const Acc first = duration_logit(group.lane);
 
-  SumExp<Acc> rows[2] = {part_of_row<S, kThreads>(x, batch.V, group.thread), SumExp<Acc>::of(first)};
+  PartOfRow<S, kThreads> part(x, batch.V, group.thread);
+  SumExp<Acc> rows[2] = {part.sums, SumExp<Acc>::of(first)};
   auto& [tokens, durations] = rows;
 #pragma unroll 1
   for (int field = group.lane + group.kLanes; field < R; field += group.kLanes) durations.add({duration_logit(field)});
   SumExp<Acc>::merge(group, rows);
   if constexpr (kThreads > kWarp) tokens = merge_warps(tokens, group);
+  if (tokens.peak == Acc(1) && tokens.rest < kSharp<Acc>) {  // for all threads of the row or for none
+    if (part.sums.max == tokens.max) part.separate_peak(x, batch.V, group.thread);
+    SumExp<Acc> again[1] = {part.sums};
+    SumExp<Acc>::merge(group, again);
+    tokens = again[0];
+    if constexpr (kThreads > kWarp) tokens = merge_warps(tokens, group);
+  }
   if (group.thread >= kWarp) return;  // the record is one warp's
   if (group.lane == 0) out.row_max[node] = tokens.max;
 

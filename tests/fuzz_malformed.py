@@ -127,7 +127,7 @@ def spoilt_number(draw: Draw, name: str) -> tuple:
         "sigma": [inf, -inf, 1e9, -1e7],
         "delay_penalty": [inf, -inf, 1e4 + 1, -1e300],
         "omega": [-1e-9, 1.0001, inf, -inf, 3],
-        "fastemit_lambda": [-1e-30, -1, inf],
+        "fastemit_lambda": [-1e-30, -1, inf, 10001],
         "clamp": [inf, -inf],
         "dropout": [1.0, -0.1, inf, 7],
         "max_tile_bytes": [0, -5, inf, -inf],
@@ -202,6 +202,21 @@ def wrong_argument(kernel, draw: Draw, device: str) -> str:
     text = f"{function} with {name} = {describe(value)}"
     kinds = (*KINDS, RuntimeError) if name == "durations" and getattr(value, "is_meta", False) else KINDS
     return text, lambda: expect(lambda: getattr(kernel, function)(**(given | {name: value})), kinds, words)
+
+
+def wrong_flag(kernel, draw: Draw, device: str) -> str:
+    function = draw.choice(LOSSES)
+    flags = {
+        "zero_infinity": True,
+        "return_occupancy": "fused" not in function,
+        "inplace_grad": function in ("tdt_loss_joint", "rnnt_loss"),
+        "return_stats": "fused" in function,
+    }
+    name = draw.choice([flag for flag, known in flags.items() if known])
+    value = draw.choice([0, 1, None, "True", "", 1.0, [], (True,), torch.tensor(True), np.True_, object()])
+    given = arguments(draw, function, device) | {name: value}
+    text = f"{function} with {name} = {describe(value)}"
+    return text, lambda: expect(lambda: getattr(kernel, function)(**given), TypeError, (f"{name} must be True or",))
 
 
 def no_room_for_the_gradient(kernel, draw: Draw, device: str) -> str:
@@ -342,7 +357,7 @@ def run_ops(kernel, function: str, given: dict) -> list[torch.Tensor]:
     batch, ops = batch_of(given), kernel.loss.ops
     V, D = batch.token_logits.shape[-1], len(batch.durations)
     if "align" in function:
-        node_lp = ops.log_probs(*batch.op_logits(), *batch.lengths, batch.blank % V, D, 0.0, 0.0)
+        node_lp, _ = ops.log_probs(*batch.op_logits(), *batch.lengths, batch.blank % V, D, 0.0, 0.0)
         return list(ops.align(node_lp, *batch.lengths, list(batch.durations), V))
     outcome: Outcome = through_the_ops(kernel, batch, "joint" if "logits" in given else "separate")
     return [outcome.losses, outcome.grad_tokens, outcome.grad_durations]
@@ -445,8 +460,8 @@ def op_arguments(kernel, draw: Draw, device: str, op: str) -> list:
         batch, omega = batch.without_durations(), 0.0
     V, durations, D = batch.token_logits.shape[-1], list(batch.durations), len(batch.durations)
     labels, blank = batch.lengths, batch.op_arcs[0]
-    loss, node_lp, ll, alpha_beta, weights = ops.loss(*batch.loss_op_args(api, reduction=draw.choice([0, 1])))
-    saved = (node_lp, ll, alpha_beta)
+    loss, *saved, weights = ops.loss(*batch.loss_op_args(api, reduction=draw.choice([0, 1])))
+    node_lp, row_max, ll, alpha_beta = saved
     if op == "loss":
         return list(batch.loss_op_args(api))
     if op == "log_probs":
@@ -464,16 +479,16 @@ def op_arguments(kernel, draw: Draw, device: str, op: str) -> list:
             full[2] = full[2].clone()
         return full
     if op == "occupancy":
-        _, first, first_ll, first_ab, _ = ops.loss(*batch.replace(options={}).loss_op_args(api))
+        _, first, _, first_ll, first_ab, _ = ops.loss(*batch.replace(options={}).loss_op_args(api))
         return [first, first_ll, first_ab, *labels, durations, V]
     if op == "align":
         return [node_lp, *labels, durations, V]
     if op == "node_occupancy":
-        return [*saved, *labels, durations, V, omega, 0.1]
+        return [node_lp, ll, alpha_beta, *labels, durations, V, omega, 0.1]
     nodes = torch.arange(0, batch.valid.numel(), 2, dtype=torch.int32, device=device)
     tile = batch.joint.flatten(0, 2)[nodes.long()].clone()
     if op == "log_probs_tile_":
-        return [tile, nodes, node_lp, *labels, blank, V, D, 0.0, 0.0]
+        return [tile, nodes, node_lp, row_max, *labels, blank, V, D, 0.0, 0.0]
     if op == "gradient_tile_":
         return [torch.ones_like(loss), weights, tile, nodes, *labels, *saved, blank, V, durations, omega, 0.1, 0.0]
     encoder = torch.ones(batch.token_logits.shape[0], 4, 6, dtype=tile.dtype, device=device)
@@ -548,6 +563,10 @@ def wrong_op_argument(kernel, draw: Draw, device: str) -> str:
             choices.append(gaps)
         if device == "cuda":
             choices.append(good.cpu())
+        elif name == "nodes":  # of which the host knows that they lie outside
+            outside = good.clone()
+            outside[draw.randrange(len(good))] = draw.choice([-1, 10**6, 2**31 - 1, -(2**31)])
+            choices.append(outside)
         if name == "grad_loss" and good.dim() == 1:
             choices = [choice for choice in choices if not (isinstance(choice, torch.Tensor) and choice.dim() == 0)]
         value = draw.choice(choices)
@@ -576,7 +595,8 @@ FAMILIES = {
     changed_in_between: 6,
     changed_behind_torchs_back: 6,
     misused_backward: 4,
-    wrong_op_argument: 30,
+    wrong_op_argument: 27,
+    wrong_flag: 3,
 }
 
 

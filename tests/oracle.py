@@ -24,7 +24,6 @@ import torch
 class LogProbs(NamedTuple):
     """Equations 1 to 3 at every node of one sample; for RNN-T, D = 0."""
 
-    lse: np.ndarray  # (T, U+1) logsumexp of the token logits
     blank: np.ndarray  # (T, U+1)
     label: np.ndarray  # (T, U+1), -inf at u = U
     dur: np.ndarray  # (T, U+1, D)
@@ -64,27 +63,42 @@ class Result:
     alpha_beta: torch.Tensor  # (L, 2, B, max_T, max_U1)
     blank_occ: torch.Tensor  # (B, max_T, max_U1, D), of the first lattice; (B, max_T, max_U1) for RNN-T
     label_occ: torch.Tensor
+    condition: torch.Tensor  # (B,), see the function of that name
 
 
 def logsumexp(values, axis):
-    """logsumexp that gives -inf for a sum over nothing but -inf."""
+    """logsumexp that gives -inf for a sum over nothing but -inf. What is added to the largest value is exact however small it is: log1p of the others."""
     top = np.max(values, axis=axis, keepdims=True)
     shift = np.where(np.isneginf(top), 0.0, top)
+    below = values - shift
+    is_top = below == 0
+    others = np.sum(np.exp(below, where=~is_top, out=np.zeros_like(below)), axis=axis)
     with np.errstate(divide="ignore"):
-        return np.log(np.sum(np.exp(values - shift), axis=axis)) + np.squeeze(shift, axis)
+        return np.squeeze(shift, axis) + np.log1p((np.sum(is_top, axis=axis) - 1) + others)
+
+
+def top_and_log_sum(x):
+    """The largest entry of every row and the logarithm of the sum of exp(x - top): lse(x) in two parts, because their sum is rounded to the size of x."""
+    if x.shape[-1] == 0:
+        return x.sum(dim=-1), x.sum(dim=-1)
+    top = x.amax(dim=-1, keepdim=True)
+    is_top = x == top
+    others = (x - top).exp_().masked_fill_(is_top & top.isfinite(), 0.0).sum(dim=-1)
+    return top.squeeze(-1), torch.log1p((is_top.sum(dim=-1) - 1) + others)
 
 
 def log_probs(x, z, target, blank, sigma=0.0, delay_penalty=0.0):
     """Equations 1 to 3. x (T, U+1, V), z (T, U+1, D), target (U,)."""
     x, z = x.double(), z.double()
     T, U1, _ = x.shape
-    lse = torch.logsumexp(x, dim=-1)
-    label = torch.full_like(lse, -torch.inf)
+    top, log_sum = top_and_log_sum(x)
+    label = torch.full_like(top, -torch.inf)
     for_labels = target.to(x.device, torch.int64)[None, :, None].expand(T, -1, -1)  # (T, U, 1)
-    label[:, : U1 - 1] = x[:, : U1 - 1].gather(-1, for_labels).squeeze(-1) - lse[:, : U1 - 1] - sigma
+    labelled = x[:, : U1 - 1].gather(-1, for_labels).squeeze(-1)
+    label[:, : U1 - 1] = labelled - top[:, : U1 - 1] - log_sum[:, : U1 - 1] - sigma
     label += delay_penalty * ((T - 1) / 2 - torch.arange(T, dtype=torch.float64, device=x.device)[:, None])
-    dur = z - torch.logsumexp(z, dim=-1, keepdim=True)
-    parts = (lse, x[..., blank] - lse - sigma, label, dur)
+    top_z, log_sum_z = (part[..., None] for part in top_and_log_sum(z))
+    parts = (x[..., blank] - top - log_sum - sigma, label, z - top_z - log_sum_z)
     return LogProbs(*(part.cpu().numpy() for part in parts))
 
 
@@ -183,6 +197,17 @@ def terms(lp, durations, omega=0.0):
     return [tdt, Term(omega, True, *rnnt_lattice(lp))] if omega > 0 else [tdt]
 
 
+def condition(lp, term, penalty):
+    """How far rounding carries. Where the log-weight of every arc is off at random by about e for every nat in it and one nat more, LL and occupancies
+    are off by about e times this: the root of the expected sum of those numbers' squares along an alignment. `penalty`: nats beside the log-probabilities.
+    """
+    dur, total = 0.0 if term.is_rnnt else np.abs(lp.dur), 0.0
+    for occ, token_lp in ((term.blank_occ, lp.blank), (term.label_occ, lp.label)):
+        nats = 1.0 + np.abs(token_lp)[..., None] + dur + penalty
+        total += np.sum(occ * np.where(occ > 0, nats, 0.0) ** 2)
+    return float(np.sqrt(total))
+
+
 def token_gradient(x, target, blank, G_blank, G_label):
     """Equation 8. G_blank and G_label (T, U+1)."""
     x, G_blank, G_label = x.double(), torch.from_numpy(G_blank).to(x.device), torch.from_numpy(G_label).to(x.device)
@@ -235,6 +260,7 @@ def tdt_loss(
         alpha_beta=zeros(L, 2, B, max_T, max_U1),
         blank_occ=zeros(*occ_shape),
         label_occ=zeros(*occ_shape),
+        condition=zeros(B),
     )
     for b in range(B):
         T, U = int(logit_lengths[b]), int(target_lengths[b])
@@ -252,6 +278,8 @@ def tdt_loss(
 
         counting = [term for term in lattices if term.weight > 0]
         result.losses[b] = sum(-term.weight * term.nodes.ll for term in counting)
+        penalty = abs(sigma) + abs(delay_penalty) * max(T - 1, 0) / 2
+        result.condition[b] = sum(term.weight * condition(lp, term, penalty) for term in counting)
         if any(term.nodes.ll == -np.inf for term in counting):
             continue
         for term in counting:

@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from conftest import DTYPES, DURATIONS, TOLERANCE, make_batch, same_bits
+from conftest import BLANK_LP, DTYPES, DUR_LP, DURATIONS, LABEL_LP, TOLERANCE, make_batch, same_bits
 
 LOGITS = ("token_logits", "duration_logits")
 LENGTHS = {"logit_lengths": [9, 7, 4], "target_lengths": [3, 2, 4]}
@@ -34,8 +34,8 @@ def arcs_of(durations):
 
 
 def weight_of(record, is_label, i, durations):
-    """Log-weight of an arc from a node's record: lse, blank_lp, label_lp, dur_lp."""
-    return record[2 if is_label else 1] + (record[3 + i] if durations else 0.0)
+    """Log-weight of an arc from a node's record: blank_lp, label_lp, dur_lp."""
+    return record[LABEL_LP if is_label else BLANK_LP] + (record[DUR_LP + i] if durations else 0.0)
 
 
 def alignment_of(path, durations, score):
@@ -247,12 +247,12 @@ def test_nan_at_any_valid_node_reachable_or_not(kernel, device, durations):
     T, U = 6, 2
     batch = make_batch(durations=durations, B=T * (U + 1), T=T, U=U, device=device)
     clean = make_node_lp(batch)
-    for field in [*range(3, 3 + len(durations)), 1, 2]:
+    for field in [*range(DUR_LP, DUR_LP + len(durations)), BLANK_LP, LABEL_LP]:
         node_lp = clean.clone()
         for b in range(len(node_lp)):
             node_lp[b, b // (U + 1), b % (U + 1), field] = torch.nan
         frames, _, score = run(kernel, batch, node_lp)
-        uses = torch.tensor([field != 2 or b % (U + 1) < U for b in range(len(node_lp))], device=device)
+        uses = torch.tensor([field != LABEL_LP or b % (U + 1) < U for b in range(len(node_lp))], device=device)
         assert torch.equal(score.isnan(), uses)
         assert (frames[uses] == -1).all()
 
@@ -266,6 +266,7 @@ def test_log_probs_of_any_size(kernel, device):
 def test_the_op_checks_its_arguments(kernel, device):
     batch = make_batch(device=device)
     node_lp = make_node_lp(batch)
+    run(kernel, batch, node_lp)
     for wrong in (node_lp[..., :4], node_lp.transpose(1, 2), node_lp.half(), node_lp[0]):
         with pytest.raises(RuntimeError):
             run(kernel, batch, wrong)
@@ -298,9 +299,9 @@ def assert_alignments_match(alignment, batch, api):
         assert alignment.frames[b].tolist() == expected.frames + padding
         if api != "rnnt":
             assert alignment.durations[b].tolist() == expected.durations + padding
-        arcs = int(batch.logit_lengths[b] + batch.target_lengths[b])
-        atol = 2 * arcs * TOLERANCE[dtype].log_prob * batch.magnitude
-        assert alignment.score[b].item() == pytest.approx(expected.score, rel=TOLERANCE[dtype].loss, abs=atol)
+        # An error for every nat of a log-probability and one more for each arc's, of tokens and duration, and the penalties.
+        nats = abs(expected.score) + (2 + 2 * batch.penalty) * int(batch.logit_lengths[b] + batch.target_lengths[b])
+        assert alignment.score[b].item() == pytest.approx(expected.score, rel=0, abs=TOLERANCE[dtype].log_prob * nats)
 
 
 @pytest.fixture(params=["separate", "joint", "rnnt"])

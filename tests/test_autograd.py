@@ -3,7 +3,9 @@
 import pytest
 import torch
 from conftest import assert_grads_match, loss_and_grads, make_batch, peak_extra_bytes, same_bits
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
@@ -101,7 +103,7 @@ def saved_bytes(function):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         function()
     return sum(storages.values())
 
@@ -126,7 +128,7 @@ class RecordLoss(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function.name().endswith("::loss"):
-            self.alpha_beta = result[3]
+            _, _, _, _, self.alpha_beta, _ = result
         return result
 
 
@@ -218,6 +220,49 @@ def test_inplace_without_backward_modifies_nothing(kernel, device):
     with torch.no_grad():
         kernel.tdt_loss_joint(batch.joint.requires_grad_(), *batch.rest, inplace_grad=True)
     assert torch.equal(batch.joint, logits) and batch.joint._version == version
+
+
+HOOKS = {
+    "identity": lambda: saved_tensors_hooks(lambda x: x, lambda x: x),
+    "copies": lambda: saved_tensors_hooks(lambda x: x.clone(), lambda x: x),
+    "on the CPU": save_on_cpu,
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS.keys())
+def test_in_place_has_no_effect_under_saved_tensor_hooks(kernel, device, hooks):
+    """torch would not notice that what it saved has changed."""
+    batch = make_batch(B=2, T=6, U=3, V=37, logit_lengths=[6, 4], device=device)
+    leaf = batch.joint.clone().requires_grad_()
+    with hooks():
+        logits = leaf * 1
+        losses = kernel.tdt_loss_joint(logits, *batch.rest, "none", inplace_grad=True)
+        penalty = logits.square().sum()
+    version = logits._version
+    first, second = (torch.autograd.grad(losses.sum(), leaf, retain_graph=True)[0] for _ in range(2))
+    expected = loss_and_grads(kernel, batch, "joint")
+    assert same_bits(first, torch.cat([expected.grad_tokens, expected.grad_durations], dim=-1))
+    assert same_bits(second, first)
+    assert torch.equal(logits, batch.joint) and logits._version == version
+    assert torch.equal(torch.autograd.grad(penalty, leaf)[0], 2 * batch.joint)
+    expanded = batch.joint[:1].expand(2, -1, -1, -1)  # could not be overwritten, and need not be
+    with hooks():
+        assert kernel.tdt_loss_joint(expanded, *batch.rest, inplace_grad=True).isfinite()
+
+
+def test_in_place_has_no_effect_under_a_checkpoint(kernel, device):
+    batch = make_batch(B=2, T=6, U=3, V=37, logit_lengths=[6, 4], device=device)
+    leaf, seen = batch.joint.clone().requires_grad_(), []
+
+    def loss(leaf):
+        logits = leaf * 1
+        seen.append(logits)
+        return kernel.tdt_loss_joint(logits, *batch.rest, "sum", inplace_grad=True)
+
+    checkpoint(loss, leaf, use_reentrant=False).backward()
+    expected = loss_and_grads(kernel, batch, "joint")
+    assert same_bits(leaf.grad, torch.cat([expected.grad_tokens, expected.grad_durations], dim=-1))
+    assert len(seen) == 2 and all(torch.equal(logits, batch.joint) for logits in seen)
 
 
 def test_double_backward_in_place_is_a_clear_error(kernel, device):

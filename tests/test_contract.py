@@ -10,6 +10,7 @@ def assert_sample_keeps_its_bits(outcome, reference, samples):
         assert same_bits(getattr(outcome, name)[samples], getattr(reference, name)[samples]), name
 
 
+REDUCTIONS = ("none", "sum", "mean_batch", "mean", "mean_volume")  # as the ops count them
 BAD_VALUES = [
     ("logit_lengths", -1),
     ("logit_lengths", 7),
@@ -43,6 +44,18 @@ def test_label_outside_the_vocabulary(kernel, device, api, label):
     assert outcome.losses[1].isnan()
     assert (outcome.grad_tokens[1] == 0).all() and (outcome.grad_durations[1] == 0).all()
     assert_sample_keeps_its_bits(outcome, good, [0, 2])
+
+
+@pytest.mark.parametrize("name, value", [*BAD_VALUES, ("targets", -1)])
+def test_the_target_length_of_a_malformed_sample_does_not_count(kernel, device, api, name, value):
+    """Where the reduction divides by the sum of them: the gradients of the others are those of the batch without it."""
+    batch = make_batch(B=3, T=6, U=3, logit_lengths=[6, 5, 4], target_lengths=[3, 2, 1], device=device)
+    mean_volume = REDUCTIONS.index("mean_volume")
+    *_, good_weights = kernel.loss.ops.loss(*batch.loss_op_args(api, reduction=mean_volume))
+    assert good_weights.tolist() == pytest.approx([1 / 6] * 3)
+    getattr(batch, name)[1] = value
+    loss, *_, weights = kernel.loss.ops.loss(*batch.loss_op_args(api, reduction=mean_volume))
+    assert loss.isnan() and weights[[0, 2]].tolist() == pytest.approx([1 / 4] * 2)
 
 
 def test_bad_label_of_a_sample_that_has_no_alignment(kernel, device):

@@ -69,7 +69,7 @@ def of_cpp(folders):
 def documented():
     """The messages in the first column of the tables."""
     for line in (REPO / "docs" / "ERRORS.md").read_text().splitlines():
-        found = re.match(r"\| `(.*?)` \|", line)
+        found = re.match(r"\| `(.*?)`(?: \(\w+\))? \|", line)
         if found:
             yield found[1].replace(r"\|", "|")
 

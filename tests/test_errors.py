@@ -1,10 +1,11 @@
 """Every check on the host: the error names the argument and the value, whichever device the tensors are on."""
 
+import re
 from math import inf, nan
 
 import pytest
 import torch
-from conftest import make_batch
+from conftest import assert_losses_match, make_batch
 
 # name of the case: (what to change in the arguments of tdt_loss, exception, words of the message)
 SEPARATE = {
@@ -83,12 +84,20 @@ SHARED = {
     "blank too large": ({"blank_token_id": lambda b: 7}, ValueError, ("blank_token_id", "7")),
     "blank too negative": ({"blank_token_id": lambda b: -8}, ValueError, ("blank_token_id", "-8")),
     "blank not an integer": ({"blank_token_id": lambda b: 1.5}, TypeError, ("blank_token_id", "1.5")),
-    "unknown reduction": ({"reduction": lambda r: "average"}, ValueError, ("reduction", "average")),
-    "reduction not a string": ({"reduction": lambda r: None}, ValueError, ("reduction", "None")),
+    "unknown reduction": (
+        {"reduction": lambda r: "average"},
+        ValueError,
+        ("Invalid reduction: reduction must be one of", "'mean_volume'", "'average'"),
+    ),
+    "reduction not a string": ({"reduction": lambda r: None}, ValueError, ("Invalid reduction", "None")),
 }
 DURATIONS = {
     "no durations": ({"durations": lambda d: []}, ValueError, ("durations",)),
-    "a negative duration": ({"durations": lambda d: [0, 1, -2]}, ValueError, ("durations", "-2")),
+    "a negative duration": (
+        {"durations": lambda d: [0, 1, -2]},
+        ValueError,
+        ("durations must be non-negative", "got -2 in [0, 1, -2]"),
+    ),
     "no positive duration": ({"durations": lambda d: [0, 0, 0]}, ValueError, ("durations", "0, 0, 0")),
     "durations of floats": ({"durations": lambda d: [0, 1, 1.5]}, TypeError, ("durations", "1.5")),
     "durations a float tensor": (
@@ -111,6 +120,7 @@ NUMBERS = {
     "sigma NaN": ({"sigma": nan}, ValueError, ("sigma", "nan")),
     "sigma beyond a float": ({"sigma": 10**400}, ValueError, ("sigma", "a float can hold")),
     "fastemit_lambda negative": ({"fastemit_lambda": -0.5}, ValueError, ("fastemit_lambda", "-0.5")),
+    "fastemit_lambda too large": ({"fastemit_lambda": 10001}, ValueError, ("fastemit_lambda", "[0, 10000]", "10001")),
     "fastemit_lambda infinite": ({"fastemit_lambda": inf}, ValueError, ("fastemit_lambda", "inf")),
     "fastemit_lambda NaN": ({"fastemit_lambda": nan}, ValueError, ("fastemit_lambda", "nan")),
     "fastemit_lambda not a number": ({"fastemit_lambda": None}, TypeError, ("fastemit_lambda", "None")),
@@ -124,6 +134,8 @@ NUMBERS = {
     "delay_penalty NaN": ({"delay_penalty": nan}, ValueError, ("delay_penalty", "nan")),
     "delay_penalty not a number": ({"delay_penalty": [0.1]}, TypeError, ("delay_penalty", "[0.1]")),
 }
+FLAGS = {"zero_infinity": ["separate", "joint", "rnnt"], "return_occupancy": ["separate", "joint", "rnnt"]}
+FLAGS["inplace_grad"] = ["joint", "rnnt"]
 OMEGAS = {
     "negative": (-0.1, ValueError, ("omega", "[0, 1]", "-0.1")),
     "above 1": (1.5, ValueError, ("omega", "[0, 1]", "1.5")),
@@ -217,10 +229,21 @@ def test_omega(kernel, device, omega, exception, words):
         assert_raises(kernel, arguments_of(make_batch(B=2, device=device), api) | {"omega": omega}, exception, words)
 
 
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("value", [1, 0, None, "False", 0.0, torch.tensor(True)], ids=repr)
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags(kernel, device, name, value):
+    """What passes for true or false is not what was meant."""
+    for api in FLAGS[name]:
+        arguments = arguments_of(make_batch(B=2, device=device), api)
+        assert_raises(kernel, arguments | {name: value}, TypeError, (name, "True or False", repr(value)))
+
+
 def test_options_at_the_ends_of_their_ranges(kernel, device, api):
     arguments = arguments_of(make_batch(B=2, device=device), api)
     accepted = [
         {"fastemit_lambda": 0},
+        {"fastemit_lambda": 10000},
         {"clamp": -1},
         {"clamp": 1e300},
         {"delay_penalty": 10000},
@@ -261,13 +284,78 @@ def test_valid_labels_on_the_host(kernel, device, api, label):
     assert_raises(kernel, arguments, ValueError, ("targets", "sample 1", str(label)))
 
 
-def test_a_delay_penalty_that_the_lattice_cannot_represent(kernel, device):
-    batch = make_batch(B=1, T=600, U=2, V=3, device=device)
+# Of batches with one row of logits and some frames and labels: the largest penalties that are accepted, and ones beyond.
+PENALTIES = {  # T, U, accepted, refused
+    "a label far from the middle": (561, 1, {"delay_penalty": 1e4}, {"delay_penalty": 1e4, "sigma": 1.0}),
+    "labels that add up": (101, 360, {"delay_penalty": 1e4}, {"delay_penalty": 1e4, "sigma": -1.0}),
+    "towards late labels": (561, 1, {"delay_penalty": -1e4}, {"delay_penalty": -1e4, "sigma": 1.0}),
+    "many arcs": (17_990, 10, {"sigma": 1e4}, {"sigma": 1e4, "delay_penalty": 1e-4}),
+    "many arcs of negative sigma": (17_990, 10, {"sigma": -1e4}, {"sigma": -1e4, "delay_penalty": 1e-4}),
+}
+every_penalty = pytest.mark.parametrize("T, U, accepted, refused", PENALTIES.values(), ids=PENALTIES.keys())
+
+
+def calls_with_penalties(kernel, T, U, device):
+    """Every public function as one of its options, by name; all logits are one row of four, repeated."""
+    batch = make_batch(T=1, U=0, V=3, durations=(0, 1), device=device)
+    joint = batch.joint.expand(1, T, U + 1, -1)
+    labels = (torch.ones(1, U, dtype=torch.int64), torch.tensor([T]), torch.tensor([U]))
+    operands = (torch.zeros(1, T, 2), torch.zeros(1, U + 1, 2), torch.zeros(5, 2), None)
+    operands = [None if x is None else x.to(device) for x in operands]
+    tdt, rnnt, tokens = (*labels, 0, [0, 1]), (*labels, 0), joint[..., :3]
+    arguments = {
+        "tdt_loss": (tokens, joint[..., 3:], *tdt),
+        "tdt_loss_joint": (joint, *tdt),
+        "rnnt_loss": (tokens, *rnnt),
+        "tdt_align": (tokens, joint[..., 3:], *tdt),
+        "tdt_align_joint": (joint, *tdt),
+        "rnnt_align": (tokens, *rnnt),
+        "tdt_loss_fused_joint": (*operands, *tdt),
+        "rnnt_loss_fused_joint": (*operands, *rnnt),
+    }
+    return {
+        name: lambda name=name, args=args, **kw: getattr(kernel, name)(*args, **kw) for name, args in arguments.items()
+    }
+
+
+@every_penalty
+def test_penalties_that_the_lattice_cannot_represent(kernel, device, T, U, accepted, refused):
+    given = {"sigma": 0.0, "delay_penalty": 0.0} | refused
+    words = f"sigma and delay_penalty are too large for {T} frames and {U} labels, got {given['sigma']} and "
+    functions = calls_with_penalties(kernel, T, U, device)
+    for function in functions.values():
+        with pytest.raises(ValueError, match=re.escape(words + str(given["delay_penalty"]))):
+            function(**refused)
+    # And where the Python API does not check, under torch.compile, the op does.
+    batch = make_batch(T=1, U=0, V=3, durations=(0, 1), device=device)
+    joint = batch.joint.expand(1, T, U + 1, -1)
+    labels = labels_on(device, T, U)
     with pytest.raises(
-        RuntimeError, match="delay_penalty is too large for 600 frames and 3 label positions, got 10000"
+        RuntimeError, match=f"sigma and delay_penalty are too large for {T} frames and {U} labels, got "
     ):
-        kernel.tdt_loss(*batch.args, delay_penalty=1e4)
-    assert kernel.tdt_loss(*batch.args, delay_penalty=8e3).isfinite()
+        kernel.loss.ops.log_probs(joint, None, *labels, 0, 2, given["sigma"], given["delay_penalty"])
+
+
+@every_penalty
+def test_penalties_that_the_lattice_just_represents(kernel, device, T, U, accepted, refused):
+    """The loss counts them, to its last digits."""
+    batch = make_batch(T=1, U=0, V=3, durations=(0, 1), device=device)
+    batch = batch.replace(
+        token_logits=batch.token_logits.expand(1, T, U + 1, -1),
+        duration_logits=batch.duration_logits.expand(1, T, U + 1, -1),
+        **dict(zip(("targets", "logit_lengths", "target_lengths"), labels_on(device, T, U))),
+        sigma=accepted.get("sigma", 0.0),
+        options={name: value for name, value in accepted.items() if name != "sigma"},
+    )
+    assert_losses_match(kernel.tdt_loss(*batch.args, reduction="none", **batch.options), batch)
+    functions = calls_with_penalties(kernel, T, U, device)
+    for name in ("rnnt_loss", "tdt_loss_fused_joint", "rnnt_loss_fused_joint"):
+        assert functions[name](**accepted).isfinite()
+
+
+def labels_on(device, T, U):
+    labels = (torch.ones(1, U, dtype=torch.int64), torch.tensor([T]), torch.tensor([U]))
+    return [label.to(device) for label in labels]
 
 
 def test_more_than_64_durations(kernel, device):

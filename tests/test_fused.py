@@ -341,7 +341,7 @@ def test_node_occupancy(kernel, device):
     ops = kernel.loss.ops
     logits = logits_of(problem.operands, "relu")
     durations = list(problem.durations)
-    node_lp = ops.log_probs(logits, None, *problem.labels, problem.blank, len(durations), 0.0, 0.0)
+    node_lp, _ = ops.log_probs(logits, None, *problem.labels, problem.blank, len(durations), 0.0, 0.0)
     occupancy = 0
     for share, arcs, omega in ((0.75, durations, 0.0), (0.25, [], 0.0)):
         alone = node_lp if arcs else node_lp[..., :4].contiguous()
@@ -739,6 +739,10 @@ def test_compiled_equals_eager(kernel, device, fresh_dynamo, durations, dropout)
         ({"options": {"max_tile_bytes": 0}}, ValueError, "max_tile_bytes must be positive, got 0"),
         ({"options": {"occupancy_threshold": -1e-9}}, ValueError, "occupancy_threshold must be at least 0"),
         ({"options": {"omega": 2}}, ValueError, "omega"),
+        ({"options": {"fastemit_lambda": 1e5}}, ValueError, r"fastemit_lambda must be in \[0, 10000\], got 100000"),
+        ({"options": {"zero_infinity": 1}}, TypeError, "zero_infinity must be True or False, got 1"),
+        ({"options": {"return_stats": None}}, TypeError, "return_stats must be True or False, got None"),
+        ({"options": {"reduction": "average"}}, ValueError, "Invalid reduction: reduction must be one of 'none', "),
     ],
 )
 def test_errors(kernel, change, error, message):
@@ -752,3 +756,32 @@ def test_errors(kernel, change, error, message):
             activation=problem.activation,
             **problem.options,
         )
+
+
+@pytest.mark.parametrize("index", [-1, 45, 2**31 - 1, -(2**31)])
+def test_node_indices_outside_the_batch(kernel, device, index):
+    """On the host the ops refuse them; on a GPU, where nobody reads them first, nothing is read or written out of bounds."""
+    problem, ops = make_problem(B=1, dtype=torch.float64, device=device), kernel.loss.ops
+    logits = logits_of(problem.operands, "relu")
+    shaping, arcs = (0.0, 0.0, 0.0), list(problem.durations)
+    loss, node_lp, row_max, ll, alpha_beta, weights = ops.loss(
+        logits, None, *problem.labels, problem.blank, arcs, 0.0, 0.0, *shaping, False, True, False, 0
+    )
+    saved, count = (node_lp, row_max, ll, alpha_beta), 45
+    nodes = torch.tensor([3, index, 7], dtype=torch.int32, device=device)
+    tile = logits.flatten(0, 2)[:3].clone()
+    hidden, joint = tile.new_zeros(3, 24), (problem.encoder, problem.decoder, nodes, 0, 0.0, 0)
+    row_of_node = torch.full((count,), -1, dtype=torch.int32, device=device)
+    calls = [
+        (ops.log_probs_tile_, tile, nodes, node_lp, row_max, *problem.labels, problem.blank, 21, 4, 0.0, 0.0),
+        (ops.gradient_tile_, loss, weights, tile, nodes, *problem.labels, *saved, problem.blank, 21, arcs, *shaping),
+        (ops.joint_hidden_, hidden, *joint),
+        (ops.joint_hidden_backward_, torch.zeros_like(problem.encoder), None, hidden, *joint, row_of_node, 0),
+    ]
+    for op, *arguments in calls:
+        if device == "cpu":
+            with pytest.raises(RuntimeError, match=rf"nodes must be in \[0, {count}\), got {index}"):
+                op(*arguments)
+        else:
+            op(*arguments)
+            torch.cuda.synchronize()

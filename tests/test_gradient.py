@@ -6,11 +6,11 @@ from conftest import DTYPES, Outcome, assert_grads_match, make_batch, same_bits
 
 
 def saved_tensors(batch):
-    """(node_lp, ll, alpha_beta) as the forward pass would save them; what alpha_beta holds in the padding is nobody's business."""
+    """(node_lp, row_max, ll, alpha_beta) as forward would save them; what the second and the last hold in the padding is nobody's business."""
     scalar = torch.float64 if batch.token_logits.dtype == torch.float64 else torch.float32
     padding = ~batch.valid.expand_as(batch.expected.alpha_beta)
     alpha_beta = batch.expected.alpha_beta.masked_fill(padding, torch.nan)
-    return batch.expected_node_lp.to(scalar), batch.expected.ll, alpha_beta
+    return batch.expected_node_lp.to(scalar), batch.expected_row_max.to(scalar), batch.expected.ll, alpha_beta
 
 
 def run(kernel, batch, grad_loss=None, api="separate", saved=None, weights=None):
@@ -21,7 +21,7 @@ def run(kernel, batch, grad_loss=None, api="separate", saved=None, weights=None)
     grad, grad_durations = kernel.loss.ops.gradient(*batch.gradient_op_args(api, grad_loss, weights, *saved))
     if grad.shape[-1] > V or not batch.durations:
         grad, grad_durations = grad[..., :V], grad[..., V:]
-    return Outcome(-saved[1], grad, grad_durations)
+    return Outcome(-saved[2], grad, grad_durations)
 
 
 @pytest.mark.kernels_ci
@@ -113,20 +113,20 @@ def test_no_alignment_and_malformed_samples_get_exactly_zero(kernel, device, api
     batch = make_batch(B=2, T=5, U=2, device=device)
     for options in ({}, {"omega": 0.5}):
         batch = batch.replace(options=options)
-        node_lp, good_ll, alpha_beta = saved_tensors(batch)
+        node_lp, row_max, good_ll, alpha_beta = saved_tensors(batch)
         bad_ll = good_ll.clone()
         bad_ll[-1, 0] = ll
         good = run(kernel, batch, api=api)
-        outcome = run(kernel, batch, api=api, saved=(node_lp, bad_ll, alpha_beta))
+        outcome = run(kernel, batch, api=api, saved=(node_lp, row_max, bad_ll, alpha_beta))
         assert (outcome.grad_tokens[0] == 0).all() and (outcome.grad_durations[0] == 0).all()
         assert same_bits(outcome.grad_tokens[1], good.grad_tokens[1])
 
 
 def test_nan_likelihood_makes_valid_nodes_nan(kernel, device, api):
     batch = make_batch(B=2, T=5, U=2, logit_lengths=[5, 3], device=device)
-    node_lp, ll, alpha_beta = saved_tensors(batch)
+    node_lp, row_max, ll, alpha_beta = saved_tensors(batch)
     ll[:, 1] = torch.nan
-    outcome = run(kernel, batch, api=api, saved=(node_lp, ll, alpha_beta))
+    outcome = run(kernel, batch, api=api, saved=(node_lp, row_max, ll, alpha_beta))
     for grad in (outcome.grad_tokens, outcome.grad_durations):
         assert grad[1, :3].isnan().all() and (grad[1, 3:] == 0).all() and not grad[0].isnan().any()
 
@@ -183,3 +183,11 @@ def test_gradient_in_place_has_the_same_bits(kernel, device, dtype):
     returned = kernel.loss.ops.gradient_(grad_loss, no_weights, logits, *rest)
     assert returned is None
     assert same_bits(logits, torch.cat([expected.grad_tokens, expected.grad_durations], dim=-1))
+
+
+def test_row_max_of_other_logits_are_refused(kernel, device, api):
+    batch = make_batch(B=2, T=6, U=3, device=device)
+    node_lp, row_max, ll, alpha_beta = saved_tensors(batch)
+    for wrong in (row_max[:1], row_max[..., :0], row_max.double(), row_max.transpose(0, 1), node_lp):
+        with pytest.raises(RuntimeError, match="row_max does not belong to these logits"):
+            run(kernel, batch, api=api, saved=(node_lp, wrong, ll, alpha_beta))

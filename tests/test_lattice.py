@@ -3,7 +3,7 @@
 import oracle
 import pytest
 import torch
-from conftest import DURATIONS, TOLERANCE, make_batch, same_bits
+from conftest import BLANK_LP, DUR_LP, DURATIONS, LABEL_LP, TOLERANCE, make_batch, same_bits
 
 
 def make_node_lp(batch):
@@ -12,8 +12,8 @@ def make_node_lp(batch):
     nodes = []
     for b, (T, U) in enumerate(zip(batch.logit_lengths.tolist(), batch.target_lengths.tolist())):
         rounded = node_lp[b, :T, : U + 1].double().cpu().numpy()
-        dur_lp = rounded[..., 3 : 3 + len(batch.durations)]
-        lp = oracle.LogProbs(*rounded[..., :3].transpose(2, 0, 1), dur_lp)
+        dur_lp = rounded[..., DUR_LP : DUR_LP + len(batch.durations)]
+        lp = oracle.LogProbs(rounded[..., BLANK_LP], rounded[..., LABEL_LP], dur_lp)
         nodes.append([term.nodes for term in oracle.terms(lp, batch.durations, batch.option("omega"))])
     return node_lp, nodes
 
@@ -164,7 +164,7 @@ def test_nan_log_prob_reaches_only_its_sample(kernel, device):
     batch = make_batch(B=2, T=6, U=3, omega=0.5, device=device)
     node_lp, _ = make_node_lp(batch)
     good, _ = run(kernel, batch, node_lp)
-    node_lp[1, 2, 1, 1] = torch.nan
+    node_lp[1, 2, 1, BLANK_LP] = torch.nan
     ll, _ = run(kernel, batch, node_lp)
     assert ll[:, 1].isnan().all()
     assert same_bits(ll[:, 0], good[:, 0])

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from conftest import assert_matches, autograd_nodes, loss_and_grads, make_batch, same_bits
+from conftest import PaddedSlices, assert_matches, loss_and_grads, make_batch, peak_extra_bytes, same_bits
 
 
 def test_what_the_kernels_library_asks_of_a_layer(kernel):
@@ -45,7 +45,9 @@ def test_reductions(kernel, device, reduction):
 
 
 def slices(logits, D):
-    return logits[..., :-D], logits[..., -D:]
+    """As Parakeet cuts."""
+    V = logits.shape[-1] - D
+    return logits[..., :V], logits[..., V:]
 
 
 def test_slices_of_one_joint_tensor(kernel, device):
@@ -103,12 +105,24 @@ def layer_loss(kernel, batch, token_logits, duration_logits):
     return kernel.layers.TDTLoss()(token_logits, duration_logits, *batch.joint_args[1:])
 
 
+def loss_of_copies(kernel, batch, token_logits, duration_logits):
+    """The same of tensors that lie apart: autograd alone puts the gradients of the slices together."""
+    return kernel.tdt_loss(token_logits.clone(), duration_logits.clone(), *batch.joint_args[1:])
+
+
 def test_slices_of_a_joint_tensor_need_no_tensor_of_zeros(kernel, device):
-    """The backward of a slice shows in the graph; the joint path has none."""
-    batch = make_batch(B=2, T=6, U=3, device=device)
-    joint = batch.joint_args[0].detach().requires_grad_() * 1.0
-    loss = layer_loss(kernel, batch, *slices(joint, 3))
-    assert "SliceBackward0" not in autograd_nodes(loss)
+    """Backward makes the gradient of the joint tensor and nothing else of that size."""
+    batch = make_batch(B=2, T=30, U=10, V=1019, durations=(0, 1, 2, 3, 4), device=device)
+    size, of_nodes = batch.joint.numel() * batch.joint.element_size(), 60 * batch.valid.numel() + 8192
+    for loss_of, padded_slices, least, most in ((layer_loss, 0, 1, 1), (loss_of_copies, 2, 1.9, 9)):
+        leaf = batch.joint.detach().requires_grad_()
+        loss = loss_of(kernel, batch, *slices(leaf.view_as(leaf), 5))
+        with PaddedSlices() as padded:
+            loss.backward(retain_graph=True)
+        assert padded.count == padded_slices
+        leaf.grad = None
+        peak = peak_extra_bytes(loss.backward, device)
+        assert least * size <= peak <= most * size + of_nodes
 
 
 @pytest.mark.parametrize(
@@ -121,16 +135,17 @@ def test_slices_of_a_joint_tensor_need_no_tensor_of_zeros(kernel, device):
 )
 def test_other_slices_are_taken_as_they_are(kernel, device, cut):
     batch = make_batch(B=2, T=6, U=3, V=9, device=device)
-    args = list(batch.joint_args[1:])
-    args[0], args[1] = args[0].clamp(max=6), args[1].clamp(max=5)
+    batch = batch.replace(targets=batch.targets.clamp(max=6), logit_lengths=batch.logit_lengths.clamp(max=5))
     losses, grads = [], []
-    for function in (kernel.layers.TDTLoss(), kernel.tdt_loss):
-        joint = batch.joint_args[0].detach().requires_grad_()
-        loss = function(*cut(joint, 9), *args)
+    for loss_of in (layer_loss, loss_of_copies):
+        joint = batch.joint.detach().requires_grad_()
+        loss = loss_of(kernel, batch, *cut(joint, 9))
         loss.backward()
         losses.append(loss.detach())
         grads.append(joint.grad)
-    assert torch.equal(*losses) and torch.equal(*grads)
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
+    assert grads[0].any()
 
 
 def test_a_joint_tensor_changed_in_place_after_the_cut(kernel, device):
@@ -146,29 +161,46 @@ def test_a_joint_tensor_changed_in_place_after_the_cut(kernel, device):
     torch.testing.assert_close(leaf.grad, expected.grad)
 
 
-def grads_of_a_linear_layer(batch, cut, function):
-    """The loss of what `cut` makes of a linear layer's output, and the gradient of the layer's input."""
+def run_behind_a_linear_layer(kernel, batch, cut, loss_of):
+    """The loss of what `cut` makes of a linear layer's output, the gradient of the layer's input, and how many slices were padded."""
     torch.manual_seed(0)
     head = torch.nn.Linear(5, batch.joint.shape[-1]).to(batch.joint.device)
     hidden = torch.randn(*batch.joint.shape[:3], 5, device=batch.joint.device, requires_grad=True)
-    loss = function(*cut(head(hidden)), *batch.joint_args[1:])
-    names = autograd_nodes(loss)
-    loss.backward()
-    return loss.detach(), hidden.grad, names
+    loss = loss_of(kernel, batch, *cut(head(hidden)))
+    with PaddedSlices() as padded:
+        loss.backward()
+    return loss.detach(), hidden.grad, padded.count
 
 
-@pytest.mark.parametrize(
-    ("cut", "joint"),
-    [
-        pytest.param(lambda logits: slices(logits.squeeze(2), 3), True, id="as Parakeet cuts"),
-        pytest.param(lambda logits: slices(logits.flip(1), 3), True, id="a copy of it"),
-        pytest.param(lambda logits: slices(logits.transpose(1, 2).transpose(1, 2), 3), False, id="another view"),
-    ],
-)
-def test_slices_of_what_a_linear_layer_gives(kernel, device, cut, joint):
+CUTS = {
+    "as Parakeet cuts": lambda logits: slices(logits.squeeze(2), 3),
+    "counted from the end": lambda logits: (logits[..., :-3], logits[..., -3:]),
+    "split": lambda logits: logits.split([9, 3], dim=-1),
+    "a copy": lambda logits: slices(logits.flip(1), 3),
+    "another view": lambda logits: slices(logits.transpose(1, 2).transpose(1, 2), 3),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_slices_of_what_a_linear_layer_gives(kernel, device, cut):
     batch = make_batch(B=2, T=6, U=3, V=9, device=device)
-    loss, grad, names = grads_of_a_linear_layer(batch, cut, kernel.layers.TDTLoss())
-    expected_loss, expected_grad, _ = grads_of_a_linear_layer(batch, cut, kernel.tdt_loss)
+    loss, grad, padded = run_behind_a_linear_layer(kernel, batch, cut, layer_loss)
+    expected_loss, expected_grad, expected_padded = run_behind_a_linear_layer(kernel, batch, cut, loss_of_copies)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-6)
-    assert ("SliceBackward0" not in names) is joint
+    assert padded == 0 and expected_padded in (0, 2)  # the backward of a split is a concatenation
+
+
+def test_hooks_between_the_head_and_the_slices(kernel, device):
+    """They see the gradient of the joint tensor, and what they make of it goes on."""
+    batch = make_batch(B=2, T=6, U=3, V=9, device=device)
+    grads = []
+    for loss_of in (layer_loss, loss_of_copies):
+        leaf = batch.joint.detach().requires_grad_()
+        logits, seen = leaf * 2.0, []
+        logits.register_hook(lambda grad, seen=seen: seen.append(grad.clone()) or grad * 3.0)
+        loss_of(kernel, batch, *slices(logits, 3)).backward()
+        grads.append((*seen, leaf.grad))
+        assert len(seen) == 1 and torch.equal(leaf.grad, seen[0] * 6.0)
+    for actual, expected in zip(*grads):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)

@@ -1,7 +1,7 @@
 """torch.library.opcheck on every op of the library: schema, autograd registration, fake implementation, tracing with dynamic shapes.
 
 Each function below is named after an op and yields arguments for it. Two runs of an op must agree in everything they
-return, so those that return alpha_beta get full lengths: its padding is unspecified.
+return, so those that return row_max or alpha_beta get full lengths: their padding is unspecified.
 """
 
 import pytest
@@ -32,9 +32,15 @@ def arcs_of(batch):
 
 
 def saved_of(ops, batch, api, reduction=0):
-    """grad_loss, weights, (node_lp, ll, alpha_beta)."""
+    """grad_loss, weights, (node_lp, row_max, ll, alpha_beta)."""
     losses, *saved, weights = ops.loss(*batch.loss_op_args(api, reduction=reduction))
     return torch.ones_like(losses), weights, saved
+
+
+def of_arcs(saved):
+    """What says how likely each arc is: node_lp, ll, alpha_beta."""
+    node_lp, _, ll, alpha_beta = saved
+    return node_lp, ll, alpha_beta
 
 
 def loss(ops, device):
@@ -46,7 +52,7 @@ def loss(ops, device):
 
 
 def log_probs(ops, device):
-    for batch, api in every_batch(device, OTHER_DTYPES, **RAGGED):
+    for batch, api in every_batch(device, OTHER_DTYPES):
         blank, durations = batch.op_arcs
         yield *batch.op_logits(api), *batch.lengths, blank, len(durations), 0.05, 0.1
 
@@ -60,7 +66,7 @@ def lattice(ops, device):
 
 def reduce(ops, device):
     for batch, api in every_batch(device, **RAGGED):
-        _, _, (_, ll, _) = saved_of(ops, batch, api)
+        _, _, (_, _, ll, _) = saved_of(ops, batch, api)
         for reduction in (0, 3):
             yield ll, batch.target_lengths, batch.token_logits, batch.option("omega"), True, reduction
 
@@ -81,13 +87,13 @@ def gradient_(ops, device):
 
 def occupancy(ops, device):
     for batch, api in every_batch(device, **RAGGED):
-        yield *saved_of(ops, batch, api)[2], *batch.lengths, *arcs_of(batch)
+        yield *of_arcs(saved_of(ops, batch, api)[2]), *batch.lengths, *arcs_of(batch)
 
 
 def node_occupancy(ops, device):
     for batch, api in every_batch(device, **RAGGED):
         options = map(batch.option, ("omega", "fastemit_lambda"))
-        yield *saved_of(ops, batch, api)[2], *batch.lengths, *arcs_of(batch), *options
+        yield *of_arcs(saved_of(ops, batch, api)[2]), *batch.lengths, *arcs_of(batch), *options
 
 
 def align(ops, device):
@@ -107,10 +113,10 @@ def tile_of(batch):
 
 def log_probs_tile_(ops, device):
     for batch, api in every_batch(device, OTHER_DTYPES):
-        _, _, (node_lp, *_) = saved_of(ops, batch, api)
+        _, _, (node_lp, row_max, *_) = saved_of(ops, batch, api)
         blank, durations = batch.op_arcs
         vocab = batch.token_logits.shape[-1]
-        yield *tile_of(batch), node_lp, *batch.lengths, blank, vocab, len(durations), 0.05, 0.1
+        yield *tile_of(batch), node_lp, row_max, *batch.lengths, blank, vocab, len(durations), 0.05, 0.1
 
 
 def gradient_tile_(ops, device):
@@ -176,6 +182,20 @@ def fused_gradient(ops, device):
         yield torch.ones_like(losses), *inputs, *saved, *problem, [True, False, True, True]
 
 
+# Steps on the host
+
+
+def draw_seed(ops, device):
+    yield ()
+    yield ()
+
+
+def to_device(ops, device):
+    for there in dict.fromkeys(("cpu", device)):
+        for dtype in (torch.int32, torch.int64):
+            yield torch.arange(6, dtype=torch.int16).view(2, 3).mT, torch.device(there), dtype
+
+
 CASES = [
     loss,
     log_probs,
@@ -192,6 +212,8 @@ CASES = [
     joint_hidden_backward_,
     fused_loss,
     fused_gradient,
+    draw_seed,
+    to_device,
 ]
 
 

@@ -336,7 +336,8 @@ class RecordLoss(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function.name().endswith("::loss"):
-            self.shape = tuple(result[3].shape)
+            _, _, _, _, alpha_beta, _ = result
+            self.shape = tuple(alpha_beta.shape)
         return result
 
 

@@ -1,12 +1,13 @@
 """The oracle is right: against brute force, finite differences, closed forms and the published check values."""
 
+from decimal import Decimal, localcontext
 from math import comb, inf
 
 import numpy as np
 import oracle
 import pytest
 import torch
-from conftest import make_batch, transformers_rnnt_loss
+from conftest import LABEL_LP, make_batch, transformers_rnnt_loss
 from known_values import (
     DURATIONS_0_1,
     PUBLISHED_GRADIENT,
@@ -56,6 +57,71 @@ def test_lattice_equals_the_sum_over_all_alignments(T, U, durations):
         assert mixed_in.weight == 0.25 and mixed_in.nodes.ll == pytest.approx(ll, abs=1e-12)
         np.testing.assert_allclose(mixed_in.blank_occ, blank_occ, atol=1e-12)
         np.testing.assert_allclose(mixed_in.label_occ, label_occ, atol=1e-12)
+
+
+def exact_log_softmax(row):
+    """Of one row, in 400 digits."""
+    with localcontext() as context:
+        context.prec = 400
+        logits = [Decimal(x) for x in row]
+        top = max(logits)
+        below = [x - top for x in logits]
+        log_sum = sum(x.exp() for x in below).ln()
+        return [float(x - log_sum) for x in below]
+
+
+ROWS = {
+    "plain": [0.5, -1.0, 2.0, 0.25],
+    "equal": [3.0] * 5,
+    "two at the top": [7.0, 7.0, 1.0],
+    **{f"shifted to {top:g}": [top, top - 2.0, top - 4.0, top - 40.0] for top in (1e12, 1e15, 4e15, 1e16, -1e16)},
+    **{f"one wins by {height}": [0.25, height, -0.5, 0.0] for height in (5.0, 36.0, 40.0, 60.0, 700.0)},
+    "shifted, and one wins": [1e13, 1e13 + 38.0, 1e13 - 1.0],
+    "masked by the lowest float32": [torch.finfo(torch.float32).min, 1.0, 1.5],
+    "masked by the lowest float64": [torch.finfo(torch.float64).min, -1e300, -1e300],
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+def test_log_probs_are_exact_for_shifted_and_sharp_rows(row):
+    """Not rounded to the size of the logits, and where one entry wins, not to 1 minus the rest."""
+    x, target = torch.tensor(row, dtype=torch.float64).expand(1, 2, -1), torch.tensor([1])
+    lp = oracle.log_probs(x, x, target, blank=0)
+    expected = exact_log_softmax(row)
+    close = {"rtol": 1e-14, "atol": 0}
+    np.testing.assert_allclose(lp.dur, np.broadcast_to(expected, lp.dur.shape), **close)
+    np.testing.assert_allclose(lp.blank, [[expected[0]] * 2], **close)
+    np.testing.assert_allclose(lp.label, [[expected[1], -inf]], **close)
+
+
+def test_log_probs_of_masked_and_malformed_rows():
+    x = torch.tensor([[0.0, -inf, 0.0], [-inf, -inf, -inf], [0.0, inf, 0.0], [0.0, torch.nan, 0.0]]).double()
+    lp = oracle.log_probs(x[None], x[None, :, :0], torch.zeros(3, dtype=torch.int64), blank=1)
+    np.testing.assert_allclose(lp.label, [[-np.log(2), np.nan, np.nan, -inf]], rtol=1e-15)
+    np.testing.assert_array_equal(lp.blank, [[-inf, np.nan, np.nan, np.nan]])
+    assert lp.dur.shape == (1, 4, 0)
+
+
+def test_a_loss_far_below_the_last_place_of_1():
+    """What all alignments but one are worth together, 1e-18: logsumexp over arcs keeps it."""
+    batch = make_batch(T=3, U=1, V=3, durations=(), blank=0, scale=0.0, dtype=torch.float64)
+    batch.targets.fill_(1)
+    height = 42.0
+    batch.token_logits[0, 0, 0, 0] = height  # a blank at frame 0,
+    batch.token_logits[0, 1:, 0, 1] = height  # then the label,
+    batch.token_logits[0, :, 1, 0] = height  # then blanks
+    # Each of the four nodes loses exp(-height) to each of two other tokens; the label at frame 0 or 2 brings one back.
+    assert batch.expected.losses.item() == pytest.approx((4 * 2 - 2) * np.exp(-height), rel=1e-12, abs=0)
+
+
+def test_condition_of_a_single_alignment():
+    """Of 4 blanks of log-probability -log 3 and a penalty of 0.1 each: 4 independent errors of 1 + log 3 + 0.1 nats."""
+    batch = make_batch(T=4, U=0, V=3, durations=(), sigma=0.1, scale=0.0, dtype=torch.float64)
+    nats = 1 + (np.log(3) + 0.1) + 0.1
+    assert batch.expected.condition.item() == pytest.approx(2 * nats)
+    mixed = make_batch(T=4, U=0, V=3, durations=(1,), omega=0.25, sigma=0.1, scale=0.0, dtype=torch.float64)
+    assert mixed.expected.condition.item() == pytest.approx(2 * nats)
+    assert make_batch(T=3, U=3, durations=(1,), dtype=torch.float64).expected.condition.item() == 0  # no alignment
 
 
 def test_number_of_alignments():
@@ -134,7 +200,9 @@ def test_occupancy_is_the_derivative_of_the_likelihood(durations):
 def test_delay_penalty_counts_from_the_middle_of_each_sample():
     lengths = {"logit_lengths": [5, 2], "target_lengths": [2, 1]}
     batch = make_batch(B=2, T=5, U=2, dtype=torch.float64, **lengths)
-    label_lp, penalized = (x.expected_node_lp[..., 2] for x in (batch, batch.replace(options={"delay_penalty": 0.5})))
+    label_lp, penalized = (
+        x.expected_node_lp[..., LABEL_LP] for x in (batch, batch.replace(options={"delay_penalty": 0.5}))
+    )
     for b, (T, U, earliness) in enumerate([(5, 2, [2.0, 1.0, 0.0, -1.0, -2.0]), (2, 1, [0.5, -0.5])]):
         added = (penalized - label_lp)[b, :T, :U]
         torch.testing.assert_close(added, 0.5 * torch.tensor(earliness).double()[:, None].expand(T, U))

@@ -288,7 +288,7 @@ def test_time_grows_in_proportion(kernel, device, small, large):
 def test_more_nodes_than_an_int_counts_are_refused(kernel, device):
     T, U = 2**15, 2**16 - 1
     logits = torch.zeros(1, 1, 1, 5, device=device).expand(2, T, U + 1, 5)
-    with pytest.raises(RuntimeError, match="2\\^31 - 1 samples, nodes or tokens"):
+    with pytest.raises(RuntimeError, match="more than 2\\^31 - 1 samples or nodes"):
         kernel.rnnt_loss(logits, *labels_of(2, T, U, device), 0)
 
 
@@ -296,8 +296,19 @@ def test_more_samples_than_an_int_counts_are_refused(kernel, device):
     B = 2**32
     lengths = torch.zeros(1, dtype=torch.int64, device=device).expand(B)
     arguments = (torch.empty(B, 0, 1, 5, device=device), None, lengths.unsqueeze(1)[:, :0], lengths, lengths)
-    with pytest.raises(RuntimeError, match="2\\^31 - 1 samples, nodes or tokens"):
+    with pytest.raises(RuntimeError, match="more than 2\\^31 - 1 samples or nodes"):
         kernel.loss.ops.log_probs(*arguments, 0, 0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("num_durations", [0, 5])
+def test_more_columns_than_an_int_counts_are_refused(kernel, device, num_durations):
+    labels = labels_of(1, 1, 1, device)
+    for columns in (2**31 - 2**16, 2**31, 2**33):  # the fewest of them, and ones that wrap around
+        logits = torch.zeros(1, 1, 1, 1, device=device).expand(1, 1, 2, columns)
+        with pytest.raises(
+            RuntimeError, match=f"at most {2**31 - 1 - 2**16} tokens and durations are .*, got {columns}"
+        ):
+            kernel.loss.ops.log_probs(logits, None, *labels, 0, num_durations, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("num_durations", [-4, -1, 65])
@@ -306,9 +317,10 @@ def test_impossible_numbers_of_durations_are_refused(kernel, device, num_duratio
     logits = torch.zeros(1, 2, 2, 80, device=device)
     with pytest.raises(RuntimeError, match="durations: from 0 to 64 are supported, got"):
         kernel.loss.ops.log_probs(logits, None, *labels, 0, num_durations, 0.0, 0.0)
-    node_lp, nodes = torch.zeros(1, 2, 2, 8, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    node_lp, row_max = torch.zeros(1, 2, 2, 8, device=device), torch.zeros(1, 2, 2, device=device)
+    tile, nodes = logits[0, 0, :1], torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(RuntimeError, match="durations: from 0 to 64 are supported, got"):
-        kernel.loss.ops.log_probs_tile_(logits[0, 0, :1], nodes, node_lp, *labels, 0, 40, num_durations, 0.0, 0.0)
+        kernel.loss.ops.log_probs_tile_(tile, nodes, node_lp, row_max, *labels, 0, 40, num_durations, 0.0, 0.0)
 
 
 @pytest.mark.cuda

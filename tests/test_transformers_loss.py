@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import autograd_nodes, make_batch, transformers_rnnt_loss
+from conftest import PaddedSlices, make_batch, transformers_rnnt_loss
 from example_model import EXAMPLES, make_model, train_parakeet
 from transformers import ParakeetForRNNT, ParakeetRNNTConfig
 from transformers.loss import loss_tdt
@@ -126,25 +126,38 @@ def test_rnnt_loss_and_gradients_of_transformers(kernel, rnnt_model, rnnt_batch)
 
 
 def test_one_gradient_for_both_logits(kernel, tdt_model, batch, device):
-    """The joint network's output gets its gradient from the loss itself, not from two slices of it."""
+    """The joint network's output gets its gradient from the loss, not from two tensors of zeros around the slices' gradients."""
     tdt_model.to(device)
     inputs = {name: tensor.to(device) for name, tensor in batch.items()}
     features = tdt_model.get_audio_features(inputs["input_features"], inputs["attention_mask"])
     features.pooler_output = features.pooler_output.detach()  # the encoder has slices of its own
-    names = []
+    padded, grads = [], []
     for loss_function in (loss_tdt.ParakeetForTDTLoss, kernel.parakeet_tdt_loss):
         tdt_model.loss_function = loss_function
         labels = {name: inputs[name] for name in ("decoder_input_ids", "labels")}
-        names.append(autograd_nodes(tdt_model(encoder_outputs=features, **labels).loss))
-    theirs, ours = names
-    assert "SliceBackward0" in theirs
-    assert "SliceBackward0" not in ours
+        tdt_model.zero_grad()
+        loss = tdt_model(encoder_outputs=features, **labels).loss
+        with PaddedSlices() as mode:
+            loss.backward()
+        padded.append(mode.count)
+        grads.append(tdt_model.joint.head.weight.grad)
+    assert padded[0] >= 2 and padded[1] == 0
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
 
 
 def test_what_else_the_model_is_given_is_ignored(kernel, tdt_model, batch):
     tdt_model.loss_function = kernel.parakeet_tdt_loss
     plain = tdt_model(**batch).loss
     assert torch.equal(tdt_model(**batch, output_hidden_states=True, num_items_in_batch=7).loss, plain)
+
+
+def test_a_misspelt_option_is_an_error(kernel, device):
+    """It must not pass for a keyword of the model's forward pass."""
+    losses, labels, lengths = calls(kernel, device)
+    for loss, name in zip(losses, ("parakeet_tdt_loss", "parakeet_rnnt_loss")):
+        for keyword in ("fast_emit_lambda", "reductions", "inplace_grad", "use_caches"):
+            with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument '{keyword}'"):
+                loss(labels, label_lengths=lengths, **{keyword: 0.1})
 
 
 def test_reduction_and_options(kernel, tdt_model, rnnt_model, batch, rnnt_batch):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ._ops import add_op_namespace_prefix, ops
 from .fakes import allocate_loss, call, fake_gradient
-from .slices import Watched, adjoin, joint_of, meet_again, parts_of
+from .slices import ANCHOR, Watched, adjoin, joint_of, meet_again, parts_of
 
 NO_DOUBLE_BACKWARD = (
     "double backward through a transducer loss is not supported: its gradient has no derivative of its own"
@@ -54,7 +54,10 @@ def loss(arguments: LossArguments) -> tuple[Tensor, tuple[Tensor, ...]]:
         return value, saved
     # What `apply` does beside is for functorch, which is not active: forward.py asks.
     logits, duration_logits, *others = arguments
-    return super(torch.autograd.Function, LossFunction).apply(logits, duration_logits, others)
+    slices = duration_logits is not None and adjoin(logits, duration_logits)
+    return super(torch.autograd.Function, LossFunction).apply(
+        logits, duration_logits, ANCHOR if slices else None, others
+    )
 
 
 class LossFunction(torch.autograd.Function):
@@ -63,25 +66,25 @@ class LossFunction(torch.autograd.Function):
     every tensor that goes in or comes out, and at nothing within a tuple."""
 
     @staticmethod
-    def forward(ctx, logits, duration_logits, others):
+    def forward(ctx, logits, duration_logits, anchor, others):
         arguments = LossArguments(logits, duration_logits, *others)
         with torch._C._AutoDispatchBelowAutograd():  # straight to the kernel
             output = call(ops.loss, allocate_loss, *arguments)
         _save(ctx, arguments, output)
-        slices = duration_logits is not None and adjoin(logits, duration_logits)
-        ctx.watched = Watched(logits, duration_logits) if slices else None
+        ctx.watched = None if anchor is None else Watched(logits, duration_logits)
         return output[0], output[1:]
 
     @staticmethod
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
-            return None, None, None
+            return None, None, None, None
+        tensors = ctx.saved_tensors  # once, and as it is: torch.utils.checkpoint runs the forward again for them
         if torch.is_grad_enabled():
-            return *_gradients(ctx, grad_loss), None  # refuses to be differentiated
+            return *_gradients(ctx, grad_loss, tensors), None, None  # refuses to be differentiated
         with torch._C._AutoDispatchBelowAutograd():
             slices = ctx.watched is not None and not ctx.watched
-            grads = _gradients_of_slices(ctx, grad_loss) if slices else None
-            return *(grads or _gradients(ctx, grad_loss)), None
+            grads = _gradients_of_slices(ctx, grad_loss, tensors) if slices else None
+            return *(grads or _gradients(ctx, grad_loss, tensors)), None, None
 
 
 def _save(ctx, arguments: LossArguments, output) -> None:
@@ -92,9 +95,9 @@ def _save(ctx, arguments: LossArguments, output) -> None:
         ctx.save_for_backward(*arguments[:5], *output[1:])
 
 
-def _gradients(ctx, grad_loss) -> tuple[Optional[Tensor], Optional[Tensor]]:
+def _gradients(ctx, grad_loss, tensors) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """Of logits and duration logits."""
-    logits, duration_logits, *saved, weights = ctx.saved_tensors
+    logits, duration_logits, *saved, weights = tensors
     if ctx.inplace_grad:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_DOUBLE_BACKWARD)
@@ -107,13 +110,13 @@ def _gradients(ctx, grad_loss) -> tuple[Optional[Tensor], Optional[Tensor]]:
     return grads[0] if wanted[0] else None, grads[1] if wanted[1] else None
 
 
-def _gradients_of_slices(ctx, grad_loss) -> Optional[tuple[Tensor, Tensor]]:
+def _gradients_of_slices(ctx, grad_loss, tensors) -> Optional[tuple[Tensor, Tensor]]:
     """The same in one piece, of two slices of a joint tensor whose gradient is what is wanted; else None."""
-    logits, duration_logits, *saved, weights = ctx.saved_tensors
+    logits, duration_logits, *saved, weights = tensors
     if not adjoin(logits, duration_logits):  # saved-tensor hooks have moved them
         return None
     joint, V = joint_of(logits, duration_logits), logits.shape[3]
-    if not meet_again(ctx.next_functions[:2], V, joint.shape[3]):
+    if not meet_again(ctx.next_functions[:3], V, joint.shape[3]):
         return None
     grad, _ = call(ops.gradient, fake_gradient, grad_loss, weights, joint, None, *saved, *ctx.options)
     return parts_of(grad, V)
@@ -128,7 +131,7 @@ def _setup_loss(ctx, inputs, output) -> None:
 
 
 def _backward_loss(ctx, grad_loss, *_):
-    grads = (None, None) if grad_loss is None else _gradients(ctx, grad_loss)
+    grads = (None, None) if grad_loss is None else _gradients(ctx, grad_loss, ctx.saved_tensors)
     return *grads, *(None,) * _OTHERS
 
 

@@ -293,6 +293,8 @@ def _check_values(
 
 def holds_values(tensor: Tensor) -> bool:
     """Whether a tensor's numbers can be read: not those of a fake one, of the meta device, or of a batch under vmap."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return False
     if type(tensor) is Tensor and not tensor.is_meta:
         return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return not (tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor))

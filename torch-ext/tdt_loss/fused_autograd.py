@@ -48,7 +48,7 @@ class _FusedLoss(torch.autograd.Function):
     def forward(ctx, problem, stats, *inputs):
         (loss, *saved), stats.valid_rows = fused_forward(Inputs(*inputs), problem, need_grad=True)
         ctx.problem, ctx.stats = problem, stats
-        ctx.save_for_backward(*inputs, *saved)
+        ctx.save_for_backward(*_kept(inputs), *saved)
         return loss
 
     @staticmethod
@@ -62,6 +62,12 @@ class _FusedLoss(torch.autograd.Function):
         if torch.is_grad_enabled():
             grads = _NoSecondDerivative.apply(len(grads), *grads, grad_loss, *inputs.operands)
         return (None, None, *grads, *[None] * (_INPUTS - 4))
+
+
+def _kept(inputs) -> Inputs:
+    """What backward needs: not the caller's own lengths, which may be other numbers by then."""
+    inputs = Inputs(*inputs)
+    return inputs._replace(given_logit_lengths=inputs.logit_lengths, given_target_lengths=inputs.target_lengths)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -122,7 +128,7 @@ def _setup(ctx, inputs, output) -> None:
     ctx.problem = inputs[_INPUTS:-1]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*inputs[:_INPUTS], *output[1:])
+    ctx.save_for_backward(*_kept(inputs[:_INPUTS]), *output[1:])
 
 
 def _backward(ctx, grad_loss, *_):

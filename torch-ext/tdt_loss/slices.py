@@ -10,6 +10,7 @@ hook say, is done with the tensor that it stands for.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 
@@ -20,6 +21,10 @@ from torch.utils._pytree import tree_map_only
 _SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 _ADD = torch.ops.aten.add.Tensor
 _CAT = torch.ops.aten.cat.default
+
+# A leaf in the graph of every loss of two slices, which gets no gradient. Autograd says that it will visit it in `backward`, but
+# not in `autograd.grad`, which hands the gradients of what it is asked for to the caller: these must be plain tensors.
+ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
 
 
 def adjoin(token_logits: Tensor, duration_logits: Tensor) -> bool:
@@ -53,8 +58,8 @@ class Watched:
 
 def meet_again(edges: Sequence, V: int, columns: int) -> bool:
     """Whether two edges of autograd's graph lead to the two slices of one tensor of this many columns, V of them in the first, and
-    on to the gradient of that tensor."""
-    (tokens, i), (durations, j) = edges
+    on to the gradient of that tensor. The third leads to ANCHOR."""
+    (tokens, i), (durations, j), (anchor, _) = edges
     if tokens is None or durations is None:
         return False
     name = tokens.name()
@@ -66,9 +71,11 @@ def meet_again(edges: Sequence, V: int, columns: int) -> bool:
     elif name != "SliceBackward0" or durations.name() != name or tokens.next_functions != durations.next_functions:
         return False
     joint = tokens.next_functions[0][0]
+    if joint is None:
+        return False
     try:
-        return joint is not None and torch._C._will_engine_execute_node(joint)
-    except RuntimeError:  # autograd.grad with respect to a leaf does not say
+        return torch._C._will_engine_execute_node(anchor) and torch._C._will_engine_execute_node(joint)
+    except RuntimeError:  # autograd.grad does not say of leaves
         return False
 
 
@@ -98,8 +105,28 @@ class GradientPart(Tensor):
         self.place = (joint, begin, end, whole)
         return self
 
+    # What torch does without an operation.
+
     def __repr__(self) -> str:
         return repr(self.plain())
+
+    def __deepcopy__(self, memo) -> Tensor:
+        return copy.deepcopy(self.plain(), memo)
+
+    def __reduce_ex__(self, protocol):
+        return self.plain().__reduce_ex__(protocol)
+
+    def numpy(self, *args, **kwargs):
+        return self.plain().numpy(*args, **kwargs)
+
+    def tolist(self) -> list:
+        return self.plain().tolist()
+
+    def data_ptr(self) -> int:
+        return self.plain().data_ptr()
+
+    def untyped_storage(self):
+        return self.plain().untyped_storage()
 
     def plain(self) -> Tensor:
         if self.value is None:
@@ -132,7 +159,8 @@ def _join(func, args) -> Tensor | None:
     if func is _SLICE_BACKWARD:
         part, shape, dim, start, end, step = args
         joint, begin, part_end, whole = part.place
-        same_place = start == begin and min(end, shape[-1]) == part_end and dim % 4 == 3 and step == 1
+        first, last, _ = slice(start, end).indices(shape[-1])  # either may count from the end
+        same_place = first == begin and last == part_end and dim % 4 == 3 and step == 1
         if same_place and not whole and tuple(shape) == joint.shape:
             return GradientPart(joint, begin, part_end, True)
     elif func is _ADD:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .checks import holds_values
 from .loss import tdt_loss
 from .rnnt import rnnt_loss
 
@@ -209,7 +210,9 @@ def reduce_accumulated(
 
 def _items(num_items_in_batch: Tensor | int, unpadded: Tensor, label_lengths: Tensor) -> Tensor | int:
     """The labels of all batches of the optimizer step, at least 1, without the padding that the Trainer may have counted."""
-    if torch.compiler.is_compiling():  # taken at its word
+    if torch.compiler.is_compiling() or not (
+        holds_values(label_lengths) and holds_values(unpadded)
+    ):  # taken at its word
         return torch.as_tensor(num_items_in_batch, device=label_lengths.device).reshape(()).clamp(min=1)
     items, counted, labels = int(num_items_in_batch), int(unpadded.sum()), int(label_lengths.sum())
     if items == counted:  # this batch is all there is

@@ -64,7 +64,7 @@ class _Loss(torch.autograd.Function):
         logits, _, *_, weights = ctx.saved_tensors
         one = weights.new_ones(() if ctx.reduced else (len(logits),))
         of_samples = sum(
-            (grad.to(one.dtype) * tangent).flatten(1).sum(1)
+            (grad.to(one.dtype) * tangent).sum((1, 2, 3))
             for grad, tangent in zip(_gradient(ctx, one), tangents)
             if tangent is not None
         )
