@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .checks import Labels, Options, check_durations, check_float, check_number, check_reduction, check_vocab
 from .fused_autograd import FusedStats, compute_loss
+from .report import report
 from .tiles import ACTIVATIONS, Inputs, Problem
 
 __all__ = ["FusedStats", "rnnt_loss_fused_joint", "tdt_loss_fused_joint"]
@@ -92,6 +93,7 @@ def tdt_loss_fused_joint(
         ...                                    durations=[0, 1, 2, 3, 4])
         >>> loss.backward()
     """
+    report("tdt_loss_fused_joint", encoder, fused=True)
     return _fused(
         (encoder, decoder, weight, bias),
         (targets, logit_lengths, target_lengths),
@@ -163,6 +165,7 @@ def rnnt_loss_fused_joint(
         ...                                     torch.tensor([8, 6]), torch.tensor([3, 2]), blank_token_id=31)
         >>> loss.backward()
     """
+    report("rnnt_loss_fused_joint", encoder, fused=True)
     return _fused(
         (encoder, decoder, weight, bias),
         (targets, logit_lengths, target_lengths),
