@@ -18,6 +18,7 @@ _ENCODER = {
     "intermediate_size": 32,
     "subsampling_conv_channels": 4,
     "num_mel_bins": 16,
+    "initializer_range": 0.2,  # large enough that every argument shows in the loss
     "dropout": 0.0,
     "layerdrop": 0.0,
     "activation_dropout": 0.0,
@@ -28,7 +29,7 @@ _ENCODER = {
 def make_transducer(name, *, hidden_act="relu", seed=0, **changes):
     """A model in training, the same weights every time; in evaluation where batch norm would couple the samples is up to the test."""
     shared = {"vocab_size": V, "decoder_hidden_size": 16, "num_decoder_layers": 1, "hidden_act": hidden_act}
-    shared.update(pad_token_id=PAD, blank_token_id=BLANK, **changes)
+    shared.update(pad_token_id=PAD, blank_token_id=BLANK, decoder_start_token_id=BLANK, **changes)
     if name in PARAKEETS:
         config = getattr(
             transformers, name.replace("For", "").replace("RNNT", "RNNTConfig").replace("TDT", "TDTConfig")

@@ -73,7 +73,12 @@ def _patched_class(base: type, mixin: type) -> type:
     """The class of patched modules: the base in name and signature, so that whoever looks at these sees no difference."""
 
     body = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    signatures = [inspect.signature(cls.forward) for cls in base.__mro__ if "forward" in vars(cls)]
     body.update(_base_of_patch=base, _mixin_of_patch=mixin)
+    body.update(
+        _parameters_of_patch=tuple(signatures[0].parameters),  # of forward, self first
+        _names_of_patch=frozenset(name for signature in signatures for name in signature.parameters),
+    )
     if hasattr(mixin, "patched_forward"):
 
         def forward(self, *args, **kwargs):

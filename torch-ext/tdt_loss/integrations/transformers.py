@@ -8,7 +8,6 @@ are known by the names of their classes.
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -28,10 +27,24 @@ JOINTS = (
     "Nemotron3_5AsrRNNTJointNetwork",
 )
 # Keyword arguments that the models take beside the named ones of their forward: transformers' TransformersKwargs, the encoders'.
-PASSED_ON = {  # fmt: skip
-    "num_items_in_batch", "output_hidden_states", "output_attentions", "output_router_logits", "return_dict",
-    "use_cache", "past_key_values", "padding_cache", "output_attention_mask", "num_lookahead_tokens",
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "is_causal", "seq_idx",
+PASSED_ON = {
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_attentions",
+    "output_router_logits",
+    "return_dict",
+    "use_cache",
+    "past_key_values",
+    "padding_cache",
+    "output_attention_mask",
+    "num_lookahead_tokens",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "position_ids",
+    "is_causal",
+    "seq_idx",
 }
 _PADDING = -100
 
@@ -59,14 +72,15 @@ class PatchedTransducer(Patched):
         settings = vars(self).get(SETTINGS)
         if labels is not None:
             kwargs["labels"] = labels
-        elif len(args) > _position_of_labels(base):
-            labels = args[_position_of_labels(base)]
+        elif args and "labels" in self._parameters_of_patch:
+            position = self._parameters_of_patch.index("labels") - 1  # self is not among the arguments
+            labels = args[position] if len(args) > position else None
         if settings is None or labels is None:
             if num_items_in_batch is not None:
                 kwargs["num_items_in_batch"] = num_items_in_batch
             return base.forward(self, *args, **kwargs)
         for name in kwargs:
-            if name not in PASSED_ON and name not in _parameters(base):
+            if name not in PASSED_ON and name not in self._names_of_patch:
                 raise TypeError(
                     f"{base.__name__}.forward() got an unknown argument {name!r}; options of the loss go to use_loss or "
                     "use_fused_loss"
@@ -77,17 +91,6 @@ class PatchedTransducer(Patched):
         if fused_or_dense(self, settings, _reason_against(self.joint, head), labels):
             exchanged["joint"] = functools.partial(_unformed, head)
         return _without_logits(base.forward(view_of(self, **exchanged), *args, **kwargs))
-
-
-@functools.cache
-def _parameters(base: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(base.forward).parameters)
-
-
-def _position_of_labels(base: type) -> int:
-    """Among the positional arguments, self not counted."""
-    names = _parameters(base)
-    return names.index("labels") - 1 if "labels" in names else len(names)
 
 
 def _reason_against(joint: nn.Module, head: Head) -> str:
