@@ -6,14 +6,15 @@
 Forward and backward of `weight @ relu(f_t + g_u) + bias` and its loss, bfloat16, H = 640. "random": normal logits. "all live":
 the same, with backward made to compute every valid row. "sharp": a lattice as a trained model has it, in which each decision of
 one random alignment is favoured by 10 nats. The rows that are live in backward are counted. Every pipeline is verified against
-float64 before it is timed. TFLOP/s are those of 8 * rows * H * (V + D) over all valid rows, and of what was computed: 2 forward,
-6 backward for each live row. Adds its rows to benchmarks/results/<gpu>-fused.json, in place of older ones of the same cases, and
-draws the memory beside it as PNG.
+float64 before it is timed; times are medians, 20th and 80th percentiles. TFLOP/s are those of 8 * rows * H * (V + D) over all valid
+rows, and of what was computed: 2 forward, 6 backward for each live row. Adds its rows to benchmarks/results/<gpu>-fused.json, in
+place of older ones of the same cases, and draws the memory beside it as PNG.
 """
 
 import argparse
 import datetime
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from pathlib import Path
 
 import torch
 from kernels import get_kernel
-from records import RESULTS, commit, slug
-from sweep import median_ms, peak_extra_bytes
+from records import REPO, RESULTS, commit, slug
+from timing import peak_extra_bytes, times_of
+
+sys.path.insert(0, str(REPO / "tests"))  # the oracle's
 
 H = 640
 NATS = 10.0  # by which a sharp lattice favours each decision
@@ -175,6 +178,20 @@ def verify(kernel, case: Case, function: Callable) -> None:
             raise AssertionError(f"{case.name}: gradient off by {error:.1e}")
 
 
+def make_step(kernel, case: Case, function: Callable, leaves, labels, **options) -> tuple[Callable, Callable]:
+    """Forward alone, and forward and backward, of a step that starts without gradients."""
+
+    def forward(_: int = 0) -> torch.Tensor:
+        for leaf in leaves:
+            leaf.grad = None
+        return function(kernel, case, leaves, labels, **options)
+
+    def both(_: int = 0) -> None:
+        forward().backward()
+
+    return forward, both
+
+
 def measure(kernel, case: Case, function: Callable, operands: Callable, options: dict) -> dict:
     labels = case.labels()
     leaves = [x.requires_grad_() for x in operands(case)]
@@ -182,18 +199,12 @@ def measure(kernel, case: Case, function: Callable, operands: Callable, options:
     is_fused = function is fused
     if not is_fused:  # lengths that the dense loss would have to move each time
         labels = tuple(x.cuda() for x in labels)
-
-    def forward(_: int = 0) -> torch.Tensor:
-        return function(kernel, case, leaves, labels, **options)
-
-    def both(_: int = 0) -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        forward().backward()
+    forward, both = make_step(kernel, case, function, leaves, labels, **options)
 
     rows = case.rows()
-    row = {"rows": rows, "ms": median_ms(both, **repeats), "ms_forward": median_ms(forward, **repeats)}
-    row["ms_backward"] = row["ms"] - row["ms_forward"]
+    row = {"rows": rows} | times_of(both, **repeats).fields()
+    row |= times_of(forward, **repeats).fields("forward")
+    row |= times_of(torch.Tensor.backward, forward, **repeats).fields("backward")
     row["peak_extra_bytes"] = peak_extra_bytes(both)
     flop = 8 * rows * H * case.columns
     row["tflops"] = flop / row["ms"] / 1e9
@@ -267,13 +278,9 @@ def memory_rows(kernel) -> list[dict]:
 
             def step(case: Case = case, function: Callable = function) -> dict:
                 leaves = [x.requires_grad_() for x in random_operands(case)]
-                labels = case.labels()
-                events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-                events[0].record()
-                peak = peak_extra_bytes(lambda: function(kernel, case, leaves, labels).backward())
-                events[1].record()
-                torch.cuda.synchronize()
-                return {"ms": events[0].elapsed_time(events[1]), "peak_extra_bytes": peak}
+                _, both = make_step(kernel, case, function, leaves, case.labels())
+                peak = peak_extra_bytes(both)  # also the warm-up
+                return times_of(both, repeats=3, warmup=0).fields() | {"peak_extra_bytes": peak}
 
             rows.append(show(row | guarded(step)))
             if rows[-1]["ms"] is None:

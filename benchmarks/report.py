@@ -8,7 +8,14 @@ from matplotlib.figure import Figure
 from records import REPO, RESULTS, put
 
 SWEEP, FUSED = RESULTS / "nvidia-h200.json", RESULTS / "nvidia-h200-fused.json"
-RNNT_APIS = ("rnnt_loss", "rnnt_loss, CUDA graph", "torchaudio")
+RNNT_APIS = ("rnnt_loss", "rnnt_loss, CUDA graph", "rnnt_loss of columns", "torchaudio")
+ODD_STRIDES = (
+    "tdt_loss on slices",
+    "tdt_loss on leaf slices",
+    "tdt_loss_joint of a padded product",
+    "layers.TDTLoss, compiled",
+    "rnnt_loss of columns",
+)
 LATTICES = {"lattice": "TDT", "rnnt lattice": "RNN-T"}
 
 
@@ -25,10 +32,17 @@ def by_case(rows: list[dict], rnnt: bool = False) -> dict[str, dict[str, dict]]:
     return cases
 
 
-def milliseconds(row: dict | None) -> str:
+def milliseconds(row: dict | None, field: str = "ms") -> str:
     if row is None:
         return ""
-    return row.get("lost", "lost") if row["ms"] is None else f"{row['ms']:.3g}"
+    if row["ms"] is None:
+        return row.get("lost", "lost")
+    return "" if row.get(field) is None else f"{row[field]:.3g}"
+
+
+def ratio(row: dict, reference: dict, field: str = "ms") -> str:
+    ms, least = row.get(field), reference.get(field)
+    return f"{ms / least:.2f}" if ms and least else ""
 
 
 def mebibytes(row: dict | None) -> str:
@@ -36,7 +50,9 @@ def mebibytes(row: dict | None) -> str:
 
 
 def markdown(header: list[str], body: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(columns) + " |" for columns in [header, ["---"] * len(header), *body]]
+    # The words of a lost row may hold what divides columns.
+    escaped = [[cell.replace("|", r"\|") for cell in columns] for columns in body]
+    return ["| " + " | ".join(columns) + " |" for columns in [header, ["---"] * len(header), *escaped]]
 
 
 def place(row: dict) -> list[str]:
@@ -86,7 +102,7 @@ def omega_table(rows: list[dict]) -> list[str]:
         for suffix in ("", ", CUDA graph"):
             plain, mixed = apis.get("tdt_loss_joint" + suffix), apis.get("tdt_loss_joint, omega 0.1" + suffix)
             if plain and mixed and plain["ms"] and mixed["ms"]:
-                columns += [milliseconds(plain), milliseconds(mixed), f"{mixed['ms'] / plain['ms']:.2f}"]
+                columns += [milliseconds(plain), milliseconds(mixed), ratio(mixed, plain)]
         if len(columns) == 6:
             ours = apis["tdt_loss_joint"]
             body.append([*place(ours)[:3], *columns])
@@ -97,6 +113,31 @@ def omega_table(rows: list[dict]) -> list[str]:
         "What omega costs, `tdt_loss_joint`: the RNN-T lattice is walked beside the TDT lattice, and backward reads the rows that "
         "have occupancy in either; of random logits RNN-T leaves few without."
     )
+    return ["", text, "", *markdown([*PLACE[:3], *names], body)]
+
+
+def strides_table(rows: list[dict]) -> list[str]:
+    """What other strides of the logits cost, beside the same logits in one contiguous tensor."""
+    body = []
+    for rnnt, contiguous in ((False, "tdt_loss_joint"), (True, "rnnt_loss")):
+        for apis in by_case(rows, rnnt).values():
+            odd = [apis[api] for api in ODD_STRIDES if api in apis]
+            reference = apis.get(contiguous)
+            if not odd or reference is None:
+                continue
+            for row in (reference, *odd):
+                columns = [milliseconds(row, "ms_backward"), ratio(row, reference, "ms_backward")]
+                # The reason for a lost row stands there already.
+                columns += [milliseconds(row), ratio(row, reference)] if row["ms"] else ["", ""]
+                body.append([*place(reference)[:3], row["api"], *columns, mebibytes(row)])
+    if not body:
+        return []
+    text = (
+        "Odd strides: the first row of each case is the contiguous tensor that the ratios refer to; backward is timed by itself. The others are two slices of "
+        "one tensor, which is no leaf; two slices that are leaves themselves; the first V + D columns of rows that are padded to a multiple of 8; the compiled "
+        "layer on two slices; and for RNN-T the V token columns of a tensor with five more."
+    )
+    names = ["call", "backward", "ratio", "forward and backward", "ratio", "MiB"]
     return ["", text, "", *markdown([*PLACE[:3], *names], body)]
 
 
@@ -137,17 +178,26 @@ def report(rows: list[dict]) -> str:
     lines = [
         f"Forward and backward on one {first['gpu']} (PyTorch {first['torch']}, CUDA {first['cuda']}, transformers "
         f"{first['transformers']}, commit {first['commit']}, {first['date']}), medians in ms; peak memory beyond the logits in MiB. "
+        "Lines on the bars of the plot go from the 20th to the 80th percentile, where the results have them. "
         f"The floor is three passes over the logits at the copy bandwidth of the same run, {first['copy_tbps']:.2f} TB/s. Logits are "
         "standard normal; rows without occupancy are not read backward, which is how a time can be under the floor.",
         "",
         *tdt_table(rows),
         *rnnt_table(rows),
         *omega_table(rows),
+        *strides_table(rows),
         *lattice_lines(rows),
         "",
         "![Times against the floor](benchmarks/results/nvidia-h200.png)",
     ]
     return "\n".join(lines)
+
+
+def spread(row: dict) -> list[list[float]] | None:
+    """How far p20 lies below the median and p80 above it. Files of earlier sweeps hold medians alone."""
+    if "ms_p20" not in row:
+        return None
+    return [[row["ms"] - row["ms_p20"]], [row["ms_p80"] - row["ms"]]]
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -165,7 +215,9 @@ def plot(rows: list[dict], path: Path) -> None:
             row = apis["tdt_loss_joint"] if api == "floor" else apis.get(api)
             value = row and (row["floor_ms"] if api == "floor" else row["ms"])
             if value:
-                axes.bar(i + (k - 1.5) * 0.2, value, 0.2, color=color, label=api if i == 0 else None)
+                lines = None if api == "floor" else spread(row)
+                label = api if i == 0 else None
+                axes.bar(i + (k - 1.5) * 0.2, value, 0.2, yerr=lines, capsize=2, color=color, label=label)
     axes.set_yscale("log")
     axes.set_ylabel("forward + backward, ms")
     axes.set_xticks(range(len(cases)), list(cases), rotation=30, ha="right")

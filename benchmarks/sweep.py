@@ -4,19 +4,17 @@
     LOCAL_KERNELS=kernels-community/tdt-loss=$PWD python benchmarks/sweep.py [--cases base ft-v2 ...] [--apis rnnt_loss ...] [--no-peers]
 
 TDT and RNN-T. The floor is three passes over the logits (read forward; read and written backward) at the copy bandwidth measured in the same
-run. Every implementation is verified before it is timed. Inputs rotate through more memory than the L2 cache holds; times are
-medians of CUDA events, several calls in flight as in training. Nothing else should run on the host: eager calls of the small cases depend on it. Writes
-benchmarks/results/<gpu>.json and .png.
+run. Every implementation is verified before it is timed. Inputs rotate through more memory than the L2 cache holds; times are medians, 20th and 80th
+percentiles of CUDA events, several calls in flight as in training. Forward and backward are each timed by themselves too: as the two overlap on the
+host, their sum may differ from the time of both. What a model would do anyway, such as to cut its logits into slices, is not timed. Nothing else should
+run on the host: eager calls of the small cases depend on it. Writes benchmarks/results/<gpu>.json.
 """
 
 import argparse
 import datetime
-import gc
 import importlib
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -25,6 +23,7 @@ from pathlib import Path
 import torch
 from kernels import get_kernel
 from records import REPO, RESULTS, commit, slug, version
+from timing import Times, copy_tbps, graph_times, peak_extra_bytes, times_of
 
 sys.path.insert(0, str(REPO / "tests"))  # the oracle's
 
@@ -90,25 +89,80 @@ RNNT_CASES = [
 LATTICES = [(8, 100, 20), (4, 200, 40), (16, 250, 99), (2, 1000, 400), (1, 3000, 800)]  # B, T, U
 
 
+# How the logits lie in memory. Columns that only make rows longer are NaN, so that verification sees whoever computes with them.
+
+
+def whole(case: Case, *logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return logits
+
+
+def slices(case: Case, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return logits[..., : case.V], logits[..., case.V :]
+
+
+def slices_of_view(case: Case, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As a model cuts them, from the output of its joint network, which is no leaf."""
+    return slices(case, logits.view_as(logits))
+
+
+def copies_of_slices(case: Case, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.contiguous() for x in slices(case, logits))
+
+
+def with_longer_rows(logits: torch.Tensor, extra: int) -> torch.Tensor:
+    return torch.nn.functional.pad(logits, (0, extra), value=float("nan"))[..., : logits.shape[3]]
+
+
+def padded(case: Case, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows of a multiple of 8 elements, as a linear layer makes them whose weight is padded for the tensor cores."""
+    return (with_longer_rows(logits, -logits.shape[3] % 8),)
+
+
+def beside_durations(case: Case, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The token columns of a TDT model, for RNN-T."""
+    return (with_longer_rows(logits, len(DURATIONS)),)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What becomes a leaf, and what the loss is given of the leaves."""
+
+    store: Callable[..., tuple[torch.Tensor, ...]] = whole
+    cut: Callable[..., tuple[torch.Tensor, ...]] = whole
+
+
+def fresh_leaves(stored: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """With the memory and the strides of what is stored, but without a gradient that backward would add to."""
+    return [x.detach().requires_grad_() for x in stored]
+
+
+JOINT = Layout()
+SLICES = Layout(cut=slices_of_view)
+
+
 def joint(kernel, case: Case, logits, *rest, **options):
     return kernel.tdt_loss_joint(logits, *rest, case.V - 1, DURATIONS, **options)
 
 
-def separate(kernel, case: Case, logits, duration_logits, *rest):
-    return kernel.tdt_loss(logits, duration_logits, *rest, case.V - 1, DURATIONS)
+def separate(kernel, case: Case, *logits_and_rest):
+    return kernel.tdt_loss(*logits_and_rest, case.V - 1, DURATIONS)
 
 
-_layer = cache(lambda kernel: kernel.layers.TDTLoss())
+@cache
+def make_layer(kernel, compiled: bool) -> torch.nn.Module:
+    made = kernel.layers.TDTLoss()
+    # One compilation for each shape; whatever falls back to eager is an error, not a row that says "compiled".
+    return torch.compile(made, dynamic=False, fullgraph=True) if compiled else made
 
 
-def layer(kernel, case: Case, logits, *rest):
-    return _layer(kernel)(logits[..., : case.V], logits[..., case.V :], *rest, case.V - 1, DURATIONS)
+def layer(kernel, case: Case, *logits_and_rest, compiled: bool = False):
+    return make_layer(kernel, compiled)(*logits_and_rest, case.V - 1, DURATIONS)
 
 
-def transformers_loss(kernel, case: Case, logits, *rest):
+def transformers_loss(kernel, case: Case, *logits_and_rest):
     from transformers.loss.loss_tdt import tdt_loss
 
-    return tdt_loss(logits[..., : case.V], logits[..., case.V :], *rest, case.V - 1, DURATIONS)
+    return tdt_loss(*logits_and_rest, case.V - 1, DURATIONS)
 
 
 def rnnt(kernel, case: Case, logits, *rest):
@@ -125,58 +179,57 @@ def torchaudio_loss(kernel, case: Case, logits, *rest):
 class Api:
     name: str
     call: Callable
-    leaves: int = 1  # how many tensors of logits it takes
+    layout: Layout = JOINT
     omega: float = 0.0
     peer: str = ""  # the package that it comes from, if not ours
+    cases: tuple[tuple[str, torch.dtype], ...] = ()  # where it is measured; empty: everywhere
 
     @property
     def graph(self) -> bool:
         return self.name.endswith("CUDA graph")
 
     @property
-    def in_place(self) -> bool:
-        return self.name.endswith("in place")
+    def ours_to_mend(self) -> bool:
+        """Whether a failure ends the run. What a peer or the machine's compiler cannot do is a lost row."""
+        return not self.peer and not self.name.endswith("compiled")
 
 
+BF16_CASES = (("large", torch.bfloat16), ("train", torch.bfloat16), ("ft-v2", torch.bfloat16))
+OMEGA_CASES = (("base", torch.float32), *BF16_CASES)
+TRANSFORMERS_CASES = (("base", torch.float32), ("large", torch.bfloat16), ("ft-v2", torch.bfloat16))
+TORCHAUDIO_CASES = tuple((case, torch.float32) for case in ("base", "large", "ft-v2"))  # it knows no bfloat16
 mixed = partial(joint, omega=OMEGA)
 TDT_APIS = [
     Api("tdt_loss_joint", joint),
     Api("tdt_loss_joint, CUDA graph", joint),
-    Api("layers.TDTLoss", layer),
-    Api("tdt_loss", separate, leaves=2),
+    Api("layers.TDTLoss", layer, SLICES),
+    Api("tdt_loss", separate, Layout(store=copies_of_slices)),
+    Api("tdt_loss on slices", separate, SLICES, cases=BF16_CASES),
+    Api("tdt_loss on leaf slices", separate, Layout(store=slices), cases=BF16_CASES),
+    Api("tdt_loss_joint of a padded product", joint, Layout(store=padded), cases=BF16_CASES),
+    Api("layers.TDTLoss, compiled", partial(layer, compiled=True), SLICES, cases=BF16_CASES),
     Api("tdt_loss_joint, in place", partial(joint, inplace_grad=True)),
-    Api(f"tdt_loss_joint, omega {OMEGA}", mixed, omega=OMEGA),
-    Api(f"tdt_loss_joint, omega {OMEGA}, CUDA graph", mixed, omega=OMEGA),
-    Api("transformers", transformers_loss, peer="transformers"),
+    Api(f"tdt_loss_joint, omega {OMEGA}", mixed, omega=OMEGA, cases=OMEGA_CASES),
+    Api(f"tdt_loss_joint, omega {OMEGA}, CUDA graph", mixed, omega=OMEGA, cases=OMEGA_CASES),
+    Api("transformers", transformers_loss, SLICES, peer="transformers", cases=TRANSFORMERS_CASES),
 ]
 RNNT_APIS = [
     Api("rnnt_loss", rnnt),
     Api("rnnt_loss, CUDA graph", rnnt),
-    Api("torchaudio", torchaudio_loss, peer="torchaudio"),
+    Api("rnnt_loss of columns", rnnt, Layout(store=beside_durations), cases=(("ft-v2", torch.bfloat16),)),
+    Api("torchaudio", torchaudio_loss, peer="torchaudio", cases=TORCHAUDIO_CASES),
 ]
 
 
 def apis_of(case: Case, options: argparse.Namespace) -> list[Api]:
-    """What is measured in a case: omega and peers in some only."""
+    """What is measured in a case."""
 
     def wanted(api: Api) -> bool:
         if options.apis and api.name not in options.apis:
             return False
-        if api.omega > 0:
-            return (case.name, case.dtype) in [
-                ("base", torch.float32),
-                ("large", torch.bfloat16),
-                ("train", torch.bfloat16),
-                ("ft-v2", torch.bfloat16),
-            ]
-        if api.peer == "transformers":
-            shapes = ("base", "large", "ft-v2")
-            return (
-                not options.no_peers and case.name in shapes and (case.name == "base" or case.dtype == torch.bfloat16)
-            )
-        if api.peer == "torchaudio":  # knows no bfloat16
-            return not options.no_peers and case.dtype == torch.float32 and importable(api.peer)
-        return True
+        if api.cases and (case.name, case.dtype) not in api.cases:
+            return False
+        return not api.peer or (not options.no_peers and importable(api.peer))
 
     return [api for api in (TDT_APIS if case.D else RNNT_APIS) if wanted(api)]
 
@@ -191,83 +244,19 @@ def importable(package: str) -> bool:
     return True
 
 
-def median_ms(call: Callable[[int], None], repeats: int = 0, warmup: int = 8) -> float:
-    """The median of `repeats` calls. 0: of as many as a fifth of a second holds, 25 to 400; of calls shorter than a millisecond the lowest of five such
-    medians, since the host decides about them, and what else it does only makes them longer."""
-    for i in range(warmup):
-        call(i)
-    windows = 1
-    if not repeats:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for i in range(warmup):  # again: the first calls also load kernels and get memory
-            call(i)
-        torch.cuda.synchronize()
-        seconds = (time.perf_counter() - start) / warmup
-        repeats = min(400, max(25, int(0.2 / seconds)))
-        windows = 5 if seconds < 1e-3 else 1
-    return min(_median_ms(call, repeats) for _ in range(windows))
-
-
-def _median_ms(call: Callable[[int], None], repeats: int) -> float:
-    events = []
-    for i in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call(i)
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
-
-
-def graph_ms(calls: list[Callable[[], None]]) -> float:
-    """Time of one call when all are replayed as CUDA graphs."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graphs = []
-    for call in calls:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        graphs.append(graph)
-    return median_ms(lambda i: graphs[i % len(graphs)].replay())
-
-
-def copy_tbps() -> float:
-    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median_ms(lambda i: target.copy_(source), repeats=10) / 1e9
-
-
-def peak_extra_bytes(call: Callable[[], None]) -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 @cache  # one verification for a function and its CUDA graph
-def verify(kernel, case: Case, call: Callable, leaves: int, omega: float) -> None:
+def verify(kernel, case: Case, call: Callable, layout: Layout, omega: float) -> None:
     """Compare loss and gradient of a crop, with this vocabulary and dtype, to the float64 oracle; raise where they differ."""
     import oracle
 
     crop = replace(case, B=2, T=min(case.T, 40), U=min(case.U, 36), ragged=True)
     logits, *rest = crop.batch(seed=7)
-    parts = (logits[..., : case.V], logits[..., case.V :]) if leaves == 2 else (logits,)
-    inputs = [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in parts]
-    loss = call(kernel, crop, *inputs, *rest)
+    x, targets, T, U = (tensor.cpu() for tensor in (logits.double(), *rest))  # before anything writes over the logits
+    leaves = fresh_leaves(layout.store(crop, logits))
+    loss = call(kernel, crop, *layout.cut(crop, *leaves), *rest)
     loss.backward()
-    grad = torch.cat([x.grad for x in inputs], dim=-1).double().cpu()
+    grad = torch.cat([leaf.grad for leaf in leaves], dim=-1).double().cpu()
 
-    x, targets, T, U = (tensor.cpu() for tensor in (logits.double(), *rest))
     expected = oracle.tdt_loss(
         x[..., : case.V], x[..., case.V :], targets, T, U, case.V - 1, case.durations, omega=omega
     )
@@ -280,42 +269,44 @@ def verify(kernel, case: Case, call: Callable, leaves: int, omega: float) -> Non
         raise AssertionError(f"{case.name}: loss {loss.item()} for {expected_loss}, gradient off by {error:.1e}")
 
 
-def measure(kernel, case: Case, api: Api, bandwidth: float) -> dict:
-    verify(kernel, case, api.call, api.leaves, api.omega)
+def measure(kernel, case: Case, api: Api) -> dict:
+    verify(kernel, case, api.call, api.layout, api.omega)
     copies = max(1, min(6, L2_BYTES * 2 // case.logit_bytes + 1))
-    sets = [case.batch(seed) for seed in range(copies)]
-    if api.leaves == 2:
-        sets = [(x[..., : case.V].contiguous(), x[..., case.V :].contiguous(), *rest) for x, *rest in sets]
 
-    def forward(i: int) -> torch.Tensor:
-        batch = sets[i % copies]
-        inputs = [x.detach().requires_grad_() for x in batch[: api.leaves]]
-        return api.call(kernel, case, *inputs, *batch[api.leaves :])
+    def make_set(seed: int) -> tuple:
+        logits, *rest = case.batch(seed)
+        return api.layout.store(case, logits), rest
 
-    def both(i: int) -> None:
-        forward(i).backward()
+    sets = [make_set(seed) for seed in range(copies)]
 
-    times = {"repeats": 3, "warmup": 1} if api.peer == "transformers" else {}
-    row = {"ms": None, "ms_forward": None, "ms_backward": None}
+    def arguments(i: int) -> tuple[torch.Tensor, ...]:
+        stored, rest = sets[i % copies]
+        return *api.layout.cut(case, *fresh_leaves(stored)), *rest
+
+    def forward(given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return api.call(kernel, case, *given)
+
+    def both(given: tuple[torch.Tensor, ...]) -> None:
+        forward(given).backward()
+
     if api.graph:
-        row["ms"] = graph_ms([partial(both, i) for i in range(copies)])
-    elif api.in_place:  # the second call would read what the first wrote: random numbers all the same
-        row["ms"] = median_ms(both)
-    else:
-        row["ms"] = median_ms(both, **times)
-        row["ms_forward"] = median_ms(lambda i: forward(i) and None, **times)
-        row["ms_backward"] = row["ms"] - row["ms_forward"]
-    row["peak_extra_bytes"] = peak_extra_bytes(partial(both, 0))
-    return row | {"floor_ms": 3 * case.logit_bytes / bandwidth / 1e9}
+        row = graph_times([lambda i=i: both(arguments(i)) for i in range(copies)]).fields()
+    else:  # in place, all but the first calls read what the last one wrote
+        times = {"repeats": 3, "warmup": 1} if api.peer == "transformers" else {}
+        row = times_of(both, arguments, **times).fields()
+        row |= times_of(forward, arguments, **times).fields("forward")
+        row |= times_of(torch.Tensor.backward, lambda i: forward(arguments(i)), **times).fields("backward")
+    return row | {"peak_extra_bytes": peak_extra_bytes(lambda: both(arguments(0)))}
 
 
-def lattice_ms(kernel, B: int, T: int, U: int, durations: list[int]) -> float:
+def lattice_times(kernel, B: int, T: int, U: int, durations: list[int]) -> Times:
     record = (3 + len(durations) + 3) // 4 * 4  # of a node: lse, blank_lp, label_lp, dur_lp, rounded up
     node_lp = torch.randn(B, T, U + 1, record, device="cuda").log_softmax(-1)
     targets = torch.zeros(B, U, dtype=torch.long, device="cuda")
     lengths = [torch.full((B,), n, device="cuda") for n in (T, U)]
     call = partial(kernel.loss.ops.lattice, node_lp, targets, *lengths, durations, 10, 0.0, True)
-    return graph_ms([lambda: [call() for _ in range(5)]]) / 5
+    calls = 5  # in one graph, since one call is short beside the launch of a graph
+    return graph_times([lambda: [call() for _ in range(calls)]]).divided_by(calls)
 
 
 def rows_of(kernel, options: argparse.Namespace, bandwidth: float) -> list[dict]:
@@ -326,14 +317,15 @@ def rows_of(kernel, options: argparse.Namespace, bandwidth: float) -> list[dict]
         for api in apis_of(case, options):
             row = {"case": case.name, "api": api.name, "dtype": str(case.dtype).removeprefix("torch.")}
             row["shape"] = [case.B, case.T, case.U, case.V]
+            row["floor_ms"] = 3 * case.logit_bytes / bandwidth / 1e9
             try:
-                row |= measure(kernel, case, api, bandwidth)
+                row |= measure(kernel, case, api)
             except torch.cuda.OutOfMemoryError as error:
                 row |= {"ms": None, "lost": f"out of memory: {error}".splitlines()[0]}
-            except (RuntimeError, AssertionError) as error:
-                if not api.peer:
+            except Exception as error:
+                if api.ours_to_mend:
                     raise
-                row |= {"ms": None, "lost": str(error).splitlines()[0]}
+                row |= {"ms": None, "lost": f"{type(error).__name__}: {error}".splitlines()[0]}
             rows.append(row)
             torch.cuda.empty_cache()
             shown = "lost" if row["ms"] is None else f"{row['ms']:9.3f} ms, floor {row['floor_ms']:.3f}"
@@ -343,9 +335,10 @@ def rows_of(kernel, options: argparse.Namespace, bandwidth: float) -> list[dict]
             )
     for name, durations in (("lattice", DURATIONS), ("rnnt lattice", [])):
         for shape in LATTICES if not options.cases and (not options.apis or name in options.apis) else []:
-            ms = lattice_ms(kernel, *shape, durations)
-            rows.append({"case": name, "api": name, "dtype": "float32", "shape": [*shape, None], "ms": ms})
-            print(f"{name} B, T, U = {shape}: {ms:.4f} ms", flush=True)
+            row = {"case": name, "api": name, "dtype": "float32", "shape": [*shape, None]}
+            row |= lattice_times(kernel, *shape, durations).fields()
+            rows.append(row)
+            print(f"{name} B, T, U = {shape}: {row['ms']:.4f} ms", flush=True)
     return rows
 
 

@@ -16,12 +16,20 @@ struct Emission {
   double delay_penalty;  // added to eq. 2: delay_penalty * ((T - 1) / 2 - t)
 };
 
+// Where eq. 1-3 go.
+template <typename Acc>
+struct NodeRecords {
+  Acc* node_lp;              // (B, T, U1, record_size(D))
+  RowStats<Acc>* row_stats;  // (B, T, U1)
+};
+
 // What the forward keeps for the gradient.
 template <typename Acc>
 struct Saved {
-  const Acc* node_lp;        // (B, T, U1, record_size(D))
-  const double* ll;          // (lattices, B)
-  const double* alpha_beta;  // (lattices, 2, B, T, U1)
+  const Acc* node_lp;              // (B, T, U1, record_size(D))
+  const RowStats<Acc>* row_stats;  // (B, T, U1); null where no row is transformed
+  const double* ll;                // (lattices, B)
+  const double* alpha_beta;        // (lattices, 2, B, T, U1)
 
   TDT_HD const double* alpha(const Batch& batch, int lattice) const { return alpha_beta + 2 * lattice * batch.nodes(); }
   TDT_HD const double* beta(const Batch& batch, int lattice) const {
@@ -94,7 +102,7 @@ struct Backend {
   // eq. 1-3
   template <typename S>
   static void log_probs(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                        accumulate_t<S>* node_lp, const Emission& emission);
+                        const NodeRecords<accumulate_t<S>>& out, const Emission& emission);
   // eq. 4-5, of one or two lattices; the first has the given arcs, the second is RNN-T's
   template <typename Acc>
   static void lattice(const Tensor& like, const Batch& batch, const Arcs& arcs, int lattices, const Acc* node_lp,

@@ -55,9 +55,10 @@ inline Batch batch_of(const Tensor& logits, const Tensor& targets, const Tensor&
                       const Tensor& target_lengths, int64_t V, int64_t D) {
   STD_TORCH_CHECK(logits.dim() == 4, "logits must have 4 dimensions (B, T, U+1, V), got ", logits.dim());
   constexpr int64_t kMax = std::numeric_limits<int>::max();
-  STD_TORCH_CHECK(logits.size(0) <= kMax && logits.size(0) * logits.size(1) * logits.size(2) <= kMax && V <= kMax,
-                  "more than 2^31 - 1 samples, nodes or tokens");
+  STD_TORCH_CHECK(logits.size(0) <= kMax && logits.size(0) * logits.size(1) * logits.size(2) <= kMax,
+                  "more than 2^31 - 1 samples or nodes");
   STD_TORCH_CHECK(D >= 0 && D <= kMaxDurations, "durations: from 0 to ", kMaxDurations, " are supported, got ", D);
+  STD_TORCH_CHECK(V <= kMostColumns - D, "at most ", kMostColumns, " tokens and durations are supported, got ", V + D);
   const int64_t B = logits.size(0);
   STD_TORCH_CHECK(targets.dim() == 2 && logit_lengths.dim() == 1 && target_lengths.dim() == 1,
                   "targets must have 2 dimensions and lengths one, got ", targets.dim(), ", ", logit_lengths.dim(),
@@ -80,12 +81,18 @@ inline Batch batch_of(const Tensor& logits, const Tensor& targets, const Tensor&
           Divider::of(std::max<int>(1, static_cast<int>(logits.size(2))))};
 }
 
-// The label log-probabilities of a penalty stay inside what the lattice can represent (scaled.h), and so do paths of
-// them.
-inline void check_delay_penalty(const Batch& batch, double delay_penalty) {
-  const double most = std::abs(delay_penalty) * batch.max_T;
-  STD_TORCH_CHECK(most <= 5e6 && most * batch.max_U1 <= 7e8, "delay_penalty is too large for ", batch.max_T,
-                  " frames and ", batch.max_U1, " label positions, got ", delay_penalty);
+// What sigma and delay_penalty add to an arc and to a path stays inside what the lattice can represent, -2.9e6 and
+// -1.86e8 nats (kMinLogWeight and kMinNodeExp of scaled.h), with 1e5 and 6e6 left for the logits. A path has at most
+// T + U arcs, U of them labels, and the penalty of a label is at most delay_penalty * (T - 1) / 2. torch-ext/tdt_loss
+// has the same rule in checks.py.
+constexpr double kMostPenaltyOfArc = 2.8e6, kMostPenaltyOfPath = 1.8e8;
+
+inline void check_penalties(const Batch& batch, double sigma, double delay_penalty) {
+  const double U = batch.max_U1 - 1, of_label = std::abs(delay_penalty) * 0.5 * std::max(batch.max_T - 1, 0);
+  const double of_path = std::abs(sigma) * (batch.max_T + U) + of_label * U;
+  STD_TORCH_CHECK(std::abs(sigma) + of_label <= kMostPenaltyOfArc && of_path <= kMostPenaltyOfPath,
+                  "sigma and delay_penalty are too large for ", batch.max_T, " frames and ", batch.max_U1 - 1,
+                  " labels, got ", sigma, " and ", delay_penalty);
 }
 
 // Tokens of a logits tensor: all columns, or for joint logits all but the last D.
@@ -125,6 +132,13 @@ inline void check_node_lp(const Tensor& node_lp, int64_t D) {
                   " columns for ", D, " durations, got ", node_lp.size(3));
 }
 
+inline void check_row_stats(const Tensor& row_stats, const Tensor& node_lp) {
+  STD_TORCH_CHECK(row_stats.scalar_type() == node_lp.scalar_type() && row_stats.is_contiguous() &&
+                      row_stats.numel() == 2 * node_lp.size(0) * node_lp.size(1) * node_lp.size(2) &&
+                      row_stats.device() == node_lp.device(),
+                  "row_stats does not belong to these logits");
+}
+
 // What the forward saved, against the batch it was saved for. `type`: of the log-probabilities.
 inline void check_saved(const Batch& batch, int lattices, ScalarType type, const Tensor& node_lp, const Tensor& ll,
                         const Tensor& alpha_beta) {
@@ -153,6 +167,15 @@ inline void check_upstream(const Tensor& grad_loss, const Tensor& weights, const
                   "all tensors must be on the device of the logits");
 }
 
+// Node indices that lie on the host; on a GPU the kernels bring each into the tensors.
+inline void check_nodes(const Tensor& nodes, int64_t count) {
+  if (nodes.device().type() != torch::headeronly::DeviceType::CPU) return;
+  const auto* const data = static_cast<const int32_t*>(nodes.const_data_ptr());
+  for (int64_t row = 0; row < nodes.size(0); ++row) {
+    STD_TORCH_CHECK(data[row] >= 0 && data[row] < count, "nodes must be in [0, ", count, "), got ", data[row]);
+  }
+}
+
 // A tile: rows of logits, tokens then durations, and the node index of each.
 inline NodeList check_tile(const Tensor& tile, const Tensor& nodes, const Tensor& node_lp, int64_t columns) {
   STD_TORCH_CHECK(tile.dim() == 2 && tile.size(1) >= columns && (tile.stride(1) == 1 || tile.size(1) == 1),
@@ -162,6 +185,7 @@ inline NodeList check_tile(const Tensor& tile, const Tensor& nodes, const Tensor
   STD_TORCH_CHECK(nodes.dim() == 1 && nodes.size(0) == tile.size(0) && nodes.scalar_type() == ScalarType::Int &&
                       nodes.is_contiguous() && nodes.device() == tile.device(),
                   "nodes must be a contiguous int32 vector with an index for each row of the tile");
+  check_nodes(nodes, node_lp.size(0) * node_lp.size(1) * node_lp.size(2));
   return {tile.size(0), static_cast<const int32_t*>(nodes.const_data_ptr())};
 }
 

@@ -5,12 +5,15 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "scaled.h"
 
 namespace tdt {
 
 constexpr int kMaxDurations = 64;
+// Columns of a row of logits, so that an int still counts them with what a loop adds to them.
+constexpr int kMostColumns = std::numeric_limits<int>::max() - (1 << 16);
 
 // The arcs that may leave a node: for each i a blank and a label arc of d_i frames. TDT has one such pair for each of
 // its durations; RNN-T a blank of one frame and a label of none, without duration log-probabilities. By value: no
@@ -98,6 +101,11 @@ struct Batch {
     return {static_cast<int>(b), static_cast<int>(frame - b * max_T),
             static_cast<int>(node - static_cast<int64_t>(frame) * max_U1)};
   }
+  // A node index from a list that nobody has checked, brought into the tensors.
+  TDT_HD int64_t bounded(int32_t node) const {
+    const uint32_t last = static_cast<uint32_t>(B) * max_T * max_U1 - 1, given = static_cast<uint32_t>(node);
+    return given < last ? given : last;
+  }
   TDT_HD int64_t node(int b, int t, int u) const {
     return static_cast<int>((static_cast<uint32_t>(b) * max_T + t) * max_U1 + u);
   }
@@ -129,7 +137,7 @@ struct NodeList {
   int64_t n;
   const int32_t* nodes;  // (n,), or null for all
 
-  TDT_HD int64_t at(int64_t row) const { return nodes ? nodes[row] : row; }
+  TDT_HD int64_t at(const Batch& batch, int64_t row) const { return nodes ? batch.bounded(nodes[row]) : row; }
 };
 
 // The rows of a (B, T, U1, n) tensor, or of a tile (rows, n), whose last dimension is contiguous. Strides in elements:
@@ -149,12 +157,18 @@ struct Rows {
   }
 };
 
-// One record per node: lse(x), eq. 1, eq. 2, then eq. 3 for each duration. Padded so that a record is a multiple of 16
-// bytes; for five durations in float32 it is one 32-byte sector, which a lattice thread and a gradient row each read
-// whole.
-enum RecordField { kLse = 0, kBlankLp = 1, kLabelLp = 2, kDurLp = 3 };
+// One record per node: eq. 1, eq. 2, then eq. 3 for each duration. Padded so that a record is a multiple of 16 bytes;
+// for five durations in float32 it is one 32-byte sector, which a lattice thread and a gradient row each read whole.
+enum RecordField { kBlankLp = 0, kLabelLp = 1, kDurLp = 2 };
 
 TDT_HD int record_size(int D) { return (kDurLp + D + 3) / 4 * 4; }
+
+// What eq. 8 needs of a row of token logits: softmax(x)_v = exp(x_v - max) / sum. The two stay apart, because lse(x) =
+// max + log(sum) would round log(sum) to the magnitude of the logits.
+template <typename Acc>
+struct RowStats {
+  Acc max, sum;
+};
 
 template <typename Acc>
 TDT_HD Acc Arcs::dur_lp(const Acc* record, int i) const {

@@ -11,7 +11,7 @@ enum class Reduction { kNone, kSum, kMeanBatch, kMean, kMeanVolume };
 // A silent utterance must not turn the batch into inf: target lengths count as at least 1 where they divide.
 TDT_HD double at_least_one(int64_t n) { return n > 1 ? static_cast<double>(n) : 1.0; }
 
-// d loss / d losses_b in a batch of B. `labels`: the sum of all target lengths.
+// d loss / d losses_b in a batch of B. `labels`: the sum of the target lengths of all well-formed samples.
 TDT_HD double reduction_weight(Reduction reduction, int B, const IndexView& target_lengths, int b, int64_t labels) {
   switch (reduction) {
     case Reduction::kMeanBatch:
@@ -33,6 +33,10 @@ struct Reducing {
   Mixture mixture;
   bool zero_infinity;
   Reduction reduction;
+
+  // What sample b adds to the sum of target lengths: of a malformed one, whose length may be any number, nothing, so
+  // that the gradients of the others stay what they are without it.
+  TDT_HD int64_t labels(int b) const { return ll[b] == kMalformed ? 0 : target_lengths.at(b); }
 };
 
 // Either losses or the other two are wanted, and not null.

@@ -19,31 +19,31 @@ constexpr int64_t kGrain = 16;  // rows per task at least: a row costs about a m
 template <>
 template <typename S>
 void Cpu::log_probs(const Tensor&, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                    accumulate_t<S>* node_lp, const Emission& emission) {
+                    const NodeRecords<accumulate_t<S>>& out, const Emission& emission) {
   using Acc = accumulate_t<S>;
   const int R = record_size(batch.D);
   const Acc sigma = static_cast<Acc>(emission.sigma);
   torch::stable::parallel_for(0, list.n, kGrain, [&](int64_t begin, int64_t end) {
     std::vector<Acc> buffer;
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t node = list.at(row);
+      const int64_t node = list.at(batch, row);
       const Node at = batch.node_at(node);
       const Extent extent = batch.extent(at.b);
-      Acc* record = node_lp + node * R;
+      Acc* record = out.node_lp + node * R;
       std::fill(record, record + R, Acc(0));
       if (!extent.has(at.t, at.u)) continue;  // padding is not read
 
       const Acc* x = widened(logits.tokens.row(row, at), batch.V, buffer);
-      const Acc lse = row_logsumexp(x, batch.V);
+      const Row<Acc> tokens(x, batch.V);
       const int y = at.u < extent.U ? batch.label(at.b, at.u) : -1;
       const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - at.t));
-      record[kLse] = lse;
-      record[kBlankLp] = x[emission.blank] - lse - sigma;                 // eq. 1
-      record[kLabelLp] = y < 0 ? -INFINITY : x[y] - lse - sigma + delay;  // eq. 2
+      out.row_stats[node] = {tokens.max, tokens.sum};
+      record[kBlankLp] = x[emission.blank] - tokens.max - tokens.log_sum - sigma;                 // eq. 1
+      record[kLabelLp] = y < 0 ? -INFINITY : x[y] - tokens.max - tokens.log_sum - sigma + delay;  // eq. 2
       if (batch.D == 0) continue;
       const Acc* z = widened(logits.durations.row(row, at), batch.D, buffer);
-      const Acc lse_z = row_logsumexp(z, batch.D);
-      for (int i = 0; i < batch.D; ++i) record[kDurLp + i] = z[i] - lse_z;  // eq. 3
+      const Row<Acc> durations(z, batch.D);
+      for (int i = 0; i < batch.D; ++i) record[kDurLp + i] = z[i] - durations.max - durations.log_sum;  // eq. 3
     }
   });
 }
@@ -57,7 +57,8 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, cons
   torch::stable::parallel_for(0, list.n, kGrain, [&](int64_t begin, int64_t end) {
     std::vector<Acc> buffer;
     for (int64_t row = begin; row < end; ++row) {
-      const Node at = batch.node_at(list.at(row));
+      const int64_t node = list.at(batch, row);
+      const Node at = batch.node_at(node);
       const Extent extent = batch.extent(at.b);
       const Acc scale = upstream.at(at.b), limit = shaping.limit(scale);
       Acc G_tdt;
@@ -77,7 +78,8 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, cons
       }
       const Acc* x = widened(logits.tokens.row(row, at), batch.V, buffer);
       Acc* result = row_for(grad_x, batch.V, buffer);  // may be x: nothing of x is read afterwards
-      row_softmax(x, result, batch.V, occupied.record[kLse], G_both * scale);  // eq. 8
+      const RowStats<Acc> stats = saved.row_stats[node];
+      row_softmax(x, result, batch.V, stats.max, G_both * scale / stats.sum);  // eq. 8
       result[shaping.blank] -= G.blank * scale;
       const int y = at.u < extent.U ? batch.label(at.b, at.u) : -1;
       if (y >= 0) result[y] -= G.label * scale;
@@ -88,8 +90,8 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, cons
 }
 
 #define TDT_INSTANTIATE(S)                                                                                             \
-  template void Cpu::log_probs<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&, accumulate_t<S>*, \
-                                  const Emission&);                                                                    \
+  template void Cpu::log_probs<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&,                   \
+                                  const NodeRecords<accumulate_t<S>>&, const Emission&);                               \
   template void Cpu::gradient<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&,                    \
                                  const LogitRows<S>&, const Saved<accumulate_t<S>>&, const Upstream<accumulate_t<S>>&, \
                                  const Shaping<accumulate_t<S>>&);

@@ -12,7 +12,7 @@ void Cpu::reduce(const Tensor&, const Reducing& p, const Reduced<Acc>& out) {
     return;
   }
   int64_t labels = 0;
-  for (int b = 0; b < p.B; ++b) labels += p.target_lengths.at(b);
+  for (int b = 0; b < p.B; ++b) labels += p.labels(b);
   double sum = 0.0;
   for (int b = 0; b < p.B; ++b) {
     const double weight = reduction_weight(p.reduction, p.B, p.target_lengths, b, labels);

@@ -24,7 +24,8 @@
 
 namespace tdt::cpu {
 
-constexpr int kLanes = 16;  // independent partial sums: one AVX-512 register of float32
+constexpr int kLanes = 16;           // independent partial sums: one AVX-512 register of float32
+constexpr int kPiece = 64 * kLanes;  // summed by itself, so that a long row's sum is not rounded element by element
 
 // exp(x) for x up to about 0, within 2 ulp; 0 below the normal float32 range, NaN for NaN.
 inline __attribute__((always_inline)) float exp_of(float x) {
@@ -58,22 +59,40 @@ TDT_SIMD inline float row_max(const float* x, int n) {
   return *std::max_element(lane, lane + kLanes);
 }
 
-TDT_SIMD inline float row_sum_exp(const float* x, int n, float reference) {
-  float lane[kLanes] = {};
-  int i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int k = 0; k < kLanes; ++k) lane[k] += exp_of(x[i + k] - reference);
+// The sum of exp(x - reference) over all entries that are not `reference` itself, and how many are. Of a row that one
+// entry dominates, the others matter only in their own precision, so its 1 is added last, if at all.
+template <typename Acc>
+struct SumExp {
+  Acc peak, rest;
+};
+
+TDT_SIMD inline SumExp<float> row_sum_exp(const float* x, int n, float reference) {
+  float peak = 0.0f, rest = 0.0f;
+  for (int begin = 0; begin < n; begin += kPiece) {
+    const int end = n - begin < kPiece ? n : begin + kPiece;
+    float rest_lane[kLanes] = {}, peak_lane[kLanes] = {};
+    int i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+      for (int k = 0; k < kLanes; ++k) {
+        const float here = exp_of(x[i + k] - reference);
+        const bool is_peak = x[i + k] == reference;
+        rest_lane[k] += is_peak ? 0.0f : here;
+        peak_lane[k] += is_peak ? 1.0f : 0.0f;
+      }
+    }
+    for (int k = 0; i < end; ++i, ++k) (x[i] == reference ? peak_lane : rest_lane)[k] += exp_of(x[i] - reference);
+    float rest_here = 0.0f;
+    for (float s : rest_lane) rest_here += s;
+    for (float s : peak_lane) peak += s;
+    rest += rest_here;
   }
-  for (int k = 0; i < n; ++i, ++k) lane[k] += exp_of(x[i] - reference);
-  float sum = 0.0f;
-  for (float s : lane) sum += s;
-  return sum;
+  return {peak, rest};
 }
 
-// out_v = exp(x_v - lse) * scale. In place (out == x) is allowed, for which the loop must not be tested for overlap.
-TDT_SIMD inline void row_softmax(const float* x, float* out, int n, float lse, float scale) {
+// out_v = exp(x_v - max) * share. In place (out == x) is allowed, for which the loop must not be tested for overlap.
+TDT_SIMD inline void row_softmax(const float* x, float* out, int n, float max, float share) {
 #pragma GCC ivdep
-  for (int i = 0; i < n; ++i) out[i] = exp_of(x[i] - lse) * scale;
+  for (int i = 0; i < n; ++i) out[i] = exp_of(x[i] - max) * share;
 }
 
 template <typename Acc>
@@ -87,23 +106,34 @@ inline double row_max(const double* x, int n) {
   return m;
 }
 
-inline double row_sum_exp(const double* x, int n, double reference) {
-  double sum = 0.0;
-  for (int i = 0; i < n; ++i) sum += std::exp(x[i] - reference);
+inline SumExp<double> row_sum_exp(const double* x, int n, double reference) {
+  SumExp<double> sum{0.0, 0.0};
+  for (int begin = 0; begin < n; begin += kPiece) {
+    const int end = n - begin < kPiece ? n : begin + kPiece;
+    double rest = 0.0;
+    for (int i = begin; i < end; ++i) (x[i] == reference ? sum.peak : rest) += std::exp(x[i] - reference);
+    sum.rest += rest;
+  }
   return sum;
 }
 
-inline void row_softmax(const double* x, double* out, int n, double lse, double scale) {
-  for (int i = 0; i < n; ++i) out[i] = std::exp(x[i] - lse) * scale;
+inline void row_softmax(const double* x, double* out, int n, double max, double share) {
+  for (int i = 0; i < n; ++i) out[i] = std::exp(x[i] - max) * share;
 }
 
-// NaN if an entry is NaN or +inf (inf - inf in the sum); -inf if all are -inf.
+// A row's max, its sum of exp(x - max), and the logarithm of that. NaN if an entry is NaN or +inf; a logarithm of -inf
+// if all are -inf.
 template <typename Acc>
-Acc row_logsumexp(const Acc* x, int n) {
-  const Acc max = row_max(x, n);
-  const Acc reference = max == -INFINITY ? Acc(0) : max;
-  return reference + std::log(row_sum_exp(x, n, reference));
-}
+struct Row {
+  Acc max, sum, log_sum;
+
+  Row(const Acc* x, int n) : max(row_max(x, n)) {
+    SumExp<Acc> parts = row_sum_exp(x, n, max == -INFINITY ? Acc(0) : max);
+    if (max == INFINITY) parts.rest = NAN;
+    sum = parts.peak + parts.rest;
+    log_sum = std::log1p((parts.peak - Acc(1)) + parts.rest);
+  }
+};
 
 // 16-bit rows to float32 and back: to nearest, ties to even.
 template <typename S>

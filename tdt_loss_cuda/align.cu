@@ -21,7 +21,11 @@ __global__ void __launch_bounds__(kMaxBlock)
     align_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Arcs arcs, const Acc* node_lp,
                  double* best, uint8_t* best_arcs, const __grid_constant__ AlignOutput<Acc> out) {
   const int b = blockIdx.x;
-  const Extent extent = batch.extent(b);
+  // Once for the block: its threads then count the same barriers, whatever happens to the lengths meanwhile.
+  __shared__ Extent of_block;
+  if (threadIdx.x == 0) of_block = batch.extent(b);
+  __syncthreads();
+  const Extent extent = of_block;
   int64_t *frames = out.frames + b * out.U, *durations = out.durations + b * out.U;
   best += batch.node(b, 0, 0);
   best_arcs += batch.node(b, 0, 0);

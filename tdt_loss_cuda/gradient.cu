@@ -36,12 +36,13 @@ using ShortRows = Shape<kWarp, 16>;
 // eq. 8: softmax(x)_v * G, less G_blank and G_label at their columns, times the upstream gradient.
 template <typename Acc>
 struct TokenGradient {
-  Acc lse, scaled_G, scaled_blank, scaled_label;
+  Acc max, share, scaled_blank,
+      scaled_label;  // share: G times the upstream gradient over the row's sum of exp(x - max)
   int blank, label;  // label -1: no such column
   Acc limit;         // of every entry: clamp times the upstream gradient, or +inf
 
   __device__ __forceinline__ Acc operator()(Acc x, int v) const {
-    const Acc softmax_part = exp_of(x - lse) * scaled_G;
+    const Acc softmax_part = exp_of(x - max) * share;
     return clamped(softmax_part - (v == blank ? scaled_blank : Acc(0)) - (v == label ? scaled_label : Acc(0)), limit);
   }
 };
@@ -82,21 +83,57 @@ __device__ void fill_vectors(S* out, const Split& split, accumulate_t<S> value, 
   }
 }
 
-// Zeros from `begin` to `end`, written by a block.
+// Zeros from `begin` to `end`, written by a block, in pieces whose elements an int counts.
 template <typename S>
 __device__ void fill_stretch(S* begin, S* end) {
-  const int n = static_cast<int>(end - begin);
-  const RowSplit<S, kCacheLine> split(begin, n);
-  fill_vectors<kBlock, Caching::kBypassed>(begin, split, 0, threadIdx.x);
-  const RowEnds<S> ends(split, n, threadIdx.x);
-  if (ends.element >= 0) begin[ends.element] = narrow<S>(0);
+#pragma unroll 1
+  for (; begin < end; begin += kMostColumns) {
+    const int n = static_cast<int>(end - begin < kMostColumns ? end - begin : kMostColumns);
+    const RowSplit<S, kCacheLine> split(begin, n);
+    fill_vectors<kBlock, Caching::kBypassed>(begin, split, 0, threadIdx.x);
+    const RowEnds<S> ends(split, n, threadIdx.x);
+    if (ends.element >= 0) begin[ends.element] = narrow<S>(0);
+  }
+}
+
+// eq. 8 of the vectors of a row, but for the columns of blank and label. `load` reads one of them.
+template <int kThreads, int kInFlight, typename S, class Split, class Load>
+__device__ __forceinline__ void transform_vectors(const TokenGradient<accumulate_t<S>>& gradient, const S* x, S* out,
+                                                  const Split& split, int thread, Load&& load) {
+  using Acc = accumulate_t<S>;
+  constexpr int kSize = Vector<S>::kSize, kStride = kThreads * kInFlight;
+  const Acc max = gradient.max, share = gradient.share, limit = gradient.limit;
+  const bool clamps = limit < static_cast<Acc>(INFINITY);
+  int i = thread - split.skipped;
+  const S* from = x + split.head + i * kSize;
+  S* to = out + split.head + i * kSize;
+  for (; i < split.vectors; i += kStride, from += kStride * kSize, to += kStride * kSize) {
+    Vector<S> loaded[kInFlight];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      if (split.has(i + k * kThreads)) loaded[k] = load(from + k * kThreads * kSize);
+    }
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      if (split.has(i + k * kThreads)) {
+        Acc values[kSize];
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) values[j] = exp_of(loaded[k].at(j) - max) * share;
+        if (clamps) {
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) values[j] = clamped(values[j], limit);
+        }
+        Vector<S>::pack(values).store(to + k * kThreads * kSize);
+      }
+    }
+  }
 }
 
 // The gradients of a row's V tokens and of its first durations.
 template <typename S, class Shape>
 __device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
   using Acc = accumulate_t<S>;
-  constexpr int kSize = Vector<S>::kSize, kThreads = Shape::kThreads;
+  constexpr int kThreads = Shape::kThreads;
   const S* const x = task.x;
   S* const out = task.grad_x;
   const bool reads = task.G != 0 && !isnan(task.G);  // else no occupancy, or none that is a number
@@ -110,13 +147,6 @@ __device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
     if (ends.element >= 0) out[ends.element] = narrow<S>(ends.element < V ? task.G : task.durations[ends.element - V]);
     return;
   }
-  if (reinterpret_cast<uintptr_t>(x) % 16 != reinterpret_cast<uintptr_t>(out) % 16) {  // no common boundary
-#pragma unroll 1
-    for (int v = thread; v < V; v += kThreads) out[v] = narrow<S>(task.gradient(widen(x[v]), v));
-    if (ends.element >= V) out[ends.element] = narrow<S>(task.durations[ends.element - V]);
-    return;
-  }
-
   // The columns of blank and label are written again by the thread that wrote them before, which keeps every test for
   // them out of the loop. All single elements are asked for before anything is stored: a load below a store waits for
   // it, since they might be of one address.
@@ -127,31 +157,11 @@ __device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
   if (owns_blank) at_blank = x[blank];
   if (owns_label) at_label = x[label];
   if (ends.element >= 0 && ends.element < V) at_end = x[ends.element];
-  const Acc lse = task.gradient.lse, scaled_G = task.gradient.scaled_G, limit = task.gradient.limit;
-  constexpr int kStride = kThreads * kUnroll;
-  const bool clamps = limit < static_cast<Acc>(INFINITY);
-  int i = thread - split.skipped;
-  const S* from = x + split.head + i * kSize;
-  S* to = out + split.head + i * kSize;
-  for (; i < split.vectors; i += kStride, from += kStride * kSize, to += kStride * kSize) {
-    Vector<S> loaded[kUnroll];
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      if (split.has(i + k * kThreads)) loaded[k] = Vector<S>::load(from + k * kThreads * kSize);
-    }
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      if (split.has(i + k * kThreads)) {
-        Acc values[kSize];
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) values[j] = exp_of(loaded[k].at(j) - lse) * scaled_G;
-        if (clamps) {
-#pragma unroll
-          for (int j = 0; j < kSize; ++j) values[j] = clamped(values[j], limit);
-        }
-        Vector<S>::pack(values).store(to + k * kThreads * kSize);
-      }
-    }
+  if (reinterpret_cast<uintptr_t>(x) % 16 == reinterpret_cast<uintptr_t>(out) % 16) {
+    transform_vectors<kThreads, kUnroll>(task.gradient, x, out, split, thread, Vector<S>::load);
+  } else {  // no common boundary
+    transform_vectors<kThreads, kUnroll>(task.gradient, x, out, split, thread,
+                                         [=](const S* p) { return Vector<S>::load_shifted(p, x, x + V); });
   }
   if (ends.element >= 0) {
     out[ends.element] =
@@ -181,11 +191,12 @@ __device__ void work_out(RowTask<S>& task, int row, const Node& at, const Extent
 
   // What the forward wrote of the node; of padding, nothing.
   const Acc* record = saved.node_lp + batch.node(at.b, at.t, at.u) * record_size(batch.D);
-  Acc lse = 0, dur_lp = 0;
+  RowStats<Acc> stats{0, 1};
+  Acc dur_lp = 0;
   NodeSums<Acc> G{0, 0}, tdt{0, 0};
   ArcPair<Acc> own{0, 0};  // this lane's arc pair of the first lattice
   if (lives) {
-    lse = record[kLse];
+    stats = saved.row_stats[batch.node(at.b, at.t, at.u)];
     if (lanes.lane < batch.D) dur_lp = record[kDurLp + lanes.lane];
 #pragma unroll 1
     for (int l = 0; l < shaping.lattices; ++l) {
@@ -220,7 +231,8 @@ __device__ void work_out(RowTask<S>& task, int row, const Node& at, const Extent
   }
   if (lanes.lane > 0) return;
   const int label = task.gradient.label;
-  task.gradient = {lse, both * scale, G.blank * scale, G.label * scale, shaping.blank, label, shaping.limit(scale)};
+  task.gradient = {stats.max, both * scale / stats.sum, G.blank * scale, G.label * scale, shaping.blank,
+                   label,     shaping.limit(scale)};
   task.G = both;
 }
 
@@ -235,7 +247,7 @@ __device__ void fill_padding(const BlockNodes& nodes, const Batch& batch, const 
   const Node at = nodes.at(batch, exists ? r : 0);
   const int64_t node = batch.node(at.b, at.t, at.u), before = __shfl_up_sync(kFullMask, node, 1);
   const unsigned follows = __ballot_sync(kFullMask, packed > 0 && exists && r > -1 && node == before + 1) & ~1u;
-  const int width = packed > 0 ? packed : batch.V;
+  const int64_t width = packed > 0 ? packed : batch.V;
   const bool lines = width * sizeof(S) >= kCacheLine;
 
   for (int start = 0, end; start < nodes.n; start = end) {
@@ -276,7 +288,7 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
   __shared__ RowTask<S> tasks[Shape::kRows];
   const int r = threadIdx.x / kNodeLanes;
   if (r < rows) {
-    const Node at = list.nodes ? batch.node_at(list.nodes[first + r]) : nodes.at(batch, r);
+    const Node at = list.nodes ? batch.node_at(list.at(batch, first + r)) : nodes.at(batch, r);
     const Extent extent = list.nodes ? batch.extent(at.b) : nodes.extent;
     work_out(tasks[r], first + r, at, extent, RowGroup<kNodeLanes>(), batch, logits, grad, saved, upstream, shaping);
   }

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kBlock)
   using Acc = accumulate_t<S>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (row >= rows) return;
-  const int64_t node = nodes[row];
+  const int64_t node = joint.batch.bounded(nodes[row]);
   const Node at = joint.batch.node_at(node);
   const S* f = joint.encoder + joint.encoder_row(at);
   const S* g = joint.decoder + joint.decoder_row(at);
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kBlock, 2)
                             const __grid_constant__ HiddenGradient<S, accumulate_t<S>> p) {
   using Acc = accumulate_t<S>;
   const int lane = threadIdx.x % kWarp, column = own_column<kSize>();
-  const auto frame_of = [&](int node) { return joint.batch.by_max_U1.quotient(node); };
+  const auto frame_of = [&](int node) { return joint.batch.by_max_U1.quotient(joint.batch.bounded(node)); };
   int64_t row = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp) * kRowsPerWarp;
   const int64_t end = min(row + kRowsPerWarp, p.rows);
   while (row < end) {
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kBlock, 2)
     Acc sum[kSize] = {};
     unsigned chosen = kFullMask;
     while (chosen == kFullMask) {
-      const int own = row + lane < p.rows ? p.nodes[row + lane] : -1;
+      const int own = row + lane < p.rows ? static_cast<int>(joint.batch.bounded(p.nodes[row + lane])) : -1;
       chosen = __ballot_sync(kFullMask, own >= 0 && frame_of(own) == frame);
       add_rows(joint, p.d_hidden, chosen, static_cast<int>(row + lane), own, column, sum);
       row += __popc(chosen);
@@ -177,7 +177,8 @@ __global__ void __launch_bounds__(kBlock, 2)
   const int lane = threadIdx.x % kWarp, column = own_column<kSize>();
   const int u = blockIdx.x * kWarps + threadIdx.x / kWarp;
   if (u >= batch.max_U1) return;
-  const Node first = batch.node_at(p.nodes[0]), last = batch.node_at(p.nodes[p.rows - 1]);
+  const Node first = batch.node_at(batch.bounded(p.nodes[0]));
+  const Node last = batch.node_at(batch.bounded(p.nodes[p.rows - 1]));
   for (int b = first.b + blockIdx.z; b <= last.b; b += gridDim.z) {
     const int begin = b == first.b ? first.t : 0, end = b == last.b ? last.t + 1 : batch.max_T;
     Acc sum[kSize] = {};

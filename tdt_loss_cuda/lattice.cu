@@ -49,24 +49,36 @@ __device__ void run_strip(const LatticeParams<Acc>& p, const Extent& extent, int
   }
 }
 
+// What a block is about, read by one of its threads.
+struct Drawn {
+  unsigned ticket;
+  Extent extent;
+};
+
+// Of a strip that hands nothing on: the next one, which may think otherwise of lengths and labels that are being
+// rewritten, must not wait for ever. A ticket is also the strip's place in `progress`.
+template <typename Acc>
+__device__ void end_strip(const LatticeParams<Acc>& p, unsigned ticket) {
+  if (p.progress && threadIdx.x == 0) publish(p.progress + ticket, kEnded);
+}
+
 template <typename Acc, class Ring>
 __global__ void __launch_bounds__(kThreadsOf<Ring>, Ring::kFar ? 1 : 2)
     lattice_kernel(const __grid_constant__ LatticeParams<Acc> p) {
   extern __shared__ __align__(16) char shared[];
-  // Tickets, not block indices: a strip waits for the one before it, which has then certainly started.
-  unsigned ticket = blockIdx.x;
-  if (p.ticket) {
-    auto* drawn = reinterpret_cast<unsigned*>(shared);
-    if (threadIdx.x == 0) *drawn = atomicAdd(reinterpret_cast<unsigned*>(p.ticket), 1u);
-    __syncthreads();
-    ticket = *drawn;
-    __syncthreads();
+  // Tickets, not block indices: a strip waits for the one before it, which has then certainly started. The lengths are
+  // read once for the block: if somebody rewrites them meanwhile, its threads still take the same way.
+  auto* const drawn = reinterpret_cast<Drawn*>(shared);
+  if (threadIdx.x == 0) {
+    const unsigned ticket = p.ticket ? atomicAdd(reinterpret_cast<unsigned*>(p.ticket), 1u) : blockIdx.x;
+    *drawn = {ticket, p.batch.extent(ticket % p.batch.B)};
   }
+  __syncthreads();
+  const auto [ticket, extent] = *drawn;
   const unsigned chains = static_cast<unsigned>(p.batch.B) * p.directions * p.lattices;
   const int strip = ticket / chains, chain = ticket % chains / p.batch.B, b = ticket % p.batch.B;
   const int direction = chain % p.directions, lattice = chain / p.directions;
-  const Extent extent = p.batch.extent(b);
-  if (strip * kWarp > extent.U) return;
+  if (strip * kWarp > extent.U) return end_strip(p, ticket);
 
   bool bad_label = false;
   for (int u = threadIdx.x; u < extent.U; u += blockDim.x) bad_label = bad_label || p.batch.label(b, u) < 0;
@@ -75,7 +87,7 @@ __global__ void __launch_bounds__(kThreadsOf<Ring>, Ring::kFar ? 1 : 2)
     if (strip == 0 && direction == kBackward && threadIdx.x == 0) {
       p.ll[static_cast<int64_t>(lattice) * p.batch.B + b] = malformed ? kMalformed : -static_cast<double>(INFINITY);
     }
-    return;
+    return end_strip(p, ticket);
   }
   if (Ring::kRnnt || lattice == 0) {
     run_strip<Ring>(p, extent, lattice, direction, b, strip, shared);

@@ -13,14 +13,14 @@ namespace {
 constexpr int kBlock = 128;
 constexpr int kFillsGpu = 1 << 18;  // threads: one wave of the largest GPUs
 
-// log(sum of exp) over a row; every thread of the group gets it.
+// Over a row; every thread of the group gets it.
 template <typename S, int kThreads>
-__device__ accumulate_t<S> row_logsumexp(const S* x, int n, const RowGroup<kThreads>& group) {
+__device__ SumExp<accumulate_t<S>> row_sum_exp(const S* x, int n, const RowGroup<kThreads>& group) {
   using Acc = accumulate_t<S>;
   constexpr int kSize = Vector<S>::kSize;
   const int thread = group.thread;
   const RowSplit<S> split(x, n);
-  LogSumExp<Acc> lse;
+  SumExp<Acc> row;
   const Acc ends[2] = {thread < split.head ? widen(x[thread]) : negative_infinity<Acc>(),
                        thread < n - split.tail ? widen(x[split.tail + thread]) : negative_infinity<Acc>()};
   constexpr int kStride = kThreads * kUnroll;
@@ -35,27 +35,29 @@ __device__ accumulate_t<S> row_logsumexp(const S* x, int n, const RowGroup<kThre
     Acc values[kUnroll * kSize];
 #pragma unroll
     for (int j = 0; j < kUnroll * kSize; ++j) values[j] = loaded[j / kSize].at(j % kSize);
-    lse.add(values);
+    row.add(values);
   }
-  lse.add(ends);
+  row.add(ends);
 
-  lse.merge(group);
+  row.merge(group);
   if constexpr (kThreads > kWarp) {
     constexpr int kWarps = kThreads / kWarp;
-    __shared__ Acc max[kWarps], sum[kWarps];
+    __shared__ Acc parts[3][kWarps];
     if (group.lane == 0) {
-      max[thread / kWarp] = lse.max;
-      sum[thread / kWarp] = lse.sum;
+      parts[0][thread / kWarp] = row.max;
+      parts[1][thread / kWarp] = row.peak;
+      parts[2][thread / kWarp] = row.rest;
     }
     __syncthreads();
-    lse = LogSumExp<Acc>();
+    row = SumExp<Acc>();
     if (group.lane < kWarps) {
-      lse.max = max[group.lane];
-      lse.sum = sum[group.lane];
+      row.max = parts[0][group.lane];
+      row.peak = parts[1][group.lane];
+      row.rest = parts[2][group.lane];
     }
-    lse.merge(group);
+    row.merge(group);
   }
-  return lse.value();
+  return row;
 }
 
 // The row of this thread.
@@ -67,18 +69,19 @@ __device__ int64_t group_row() {
 template <typename S, int kThreads>
 __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
     log_probs_kernel(const __grid_constant__ Batch batch, const NodeList list,
-                     const __grid_constant__ LogitRows<S> logits, accumulate_t<S>* node_lp,
+                     const __grid_constant__ LogitRows<S> logits,
+                     const __grid_constant__ NodeRecords<accumulate_t<S>> out,
                      const __grid_constant__ Emission emission) {
   using Acc = accumulate_t<S>;
   const RowGroup<kThreads> group;
   const int64_t row = group_row<kThreads>();
   if (row >= list.n) return;
-  const int64_t node = list.at(row);
+  const int64_t node = list.at(batch, row);
   const Node at = batch.node_at(node);
   const auto [b, t, u] = at;
   const Extent extent = batch.extent(b);
   const int R = record_size(batch.D);
-  Acc* record = node_lp + node * R;
+  Acc* record = out.node_lp + node * R;
   if (!extent.has(t, u)) {
 #pragma unroll 1
     for (int field = group.thread; field < R; field += kThreads) record[field] = Acc(0);
@@ -98,23 +101,27 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
   const Acc x_label = y < 0 ? negative_infinity<Acc>() : widen(x[y]);
   const Acc first[1] = {duration_logit(group.lane)};
 
-  const Acc lse = row_logsumexp<S, kThreads>(x, batch.V, group);
+  const SumExp<Acc> tokens = row_sum_exp<S, kThreads>(x, batch.V, group);
   if (group.thread >= kWarp) return;  // the record is one warp's
-  LogSumExp<Acc> durations;
+  SumExp<Acc> durations;
   durations.add(first);
 #pragma unroll 1
   for (int field = group.lane + group.kLanes; field < R; field += group.kLanes) durations.add({duration_logit(field)});
   durations.merge(group);
-  const Acc lse_z = durations.value();
+  if (group.lane == 0) out.row_stats[node] = {tokens.max, tokens.sum()};
 
   const Acc sigma = static_cast<Acc>(emission.sigma);
   const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - t));
 #pragma unroll 1
   for (int field = group.lane; field < R; field += group.kLanes) {
-    Acc value = field == group.lane ? first[0] - lse_z : duration_logit(field) - lse_z;  // eq. 3
-    if (field == kLse) value = lse;
-    if (field == kBlankLp) value = x_blank - lse - sigma;                                             // eq. 1
-    if (field == kLabelLp) value = y < 0 ? negative_infinity<Acc>() : x_label - lse - sigma + delay;  // eq. 2
+    const bool of_token = field < kDurLp;
+    Acc logit = field == group.lane ? first[0] : duration_logit(field);
+    if (of_token) logit = field == kBlankLp ? x_blank : x_label;
+    SumExp<Acc> row_of_field = durations;
+    if (of_token) row_of_field = tokens;
+    Acc value = logit - row_of_field.max - row_of_field.log_sum();                    // eq. 3
+    if (of_token) value -= sigma;                                                     // eq. 1
+    if (field == kLabelLp) value = y < 0 ? negative_infinity<Acc>() : value + delay;  // eq. 2
     record[field] = field < kDurLp + batch.D ? value : Acc(0);
   }
 }
@@ -125,13 +132,13 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
 template <>
 template <typename S>
 void Cuda::log_probs(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                     accumulate_t<S>* node_lp, const Emission& emission) {
+                     const NodeRecords<accumulate_t<S>>& out, const Emission& emission) {
   const cuda::LaunchScope scope(like);
   const auto launch = [&](auto threads) {
     constexpr int kThreads = decltype(threads)::value;
     const unsigned blocks = cuda::blocks_for(list.n, cuda::kBlock / kThreads);
     cuda::log_probs_kernel<S, kThreads>
-        <<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, logits, node_lp, emission);
+        <<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, logits, out, emission);
   };
   if (cuda::is_short_row<S>(batch.V) && list.n * 8 >= cuda::kFillsGpu) {
     launch(std::integral_constant<int, 8>{});
@@ -145,7 +152,7 @@ void Cuda::log_probs(const Tensor& like, const Batch& batch, const NodeList& lis
 
 #define TDT_INSTANTIATE(S)                                                                            \
   template void Cuda::log_probs<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&, \
-                                   accumulate_t<S>*, const Emission&);
+                                   const NodeRecords<accumulate_t<S>>&, const Emission&);
 TDT_INSTANTIATE(float)
 TDT_INSTANTIATE(double)
 TDT_INSTANTIATE(Half)

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kBlock) reduce_kernel(const __grid_constant__ 
   __shared__ int64_t label_sums[kBlock];
   __shared__ double loss_sums[kBlock];
   int64_t labels = 0;
-  for (int b = threadIdx.x; b < p.B; b += kBlock) labels += p.target_lengths.at(b);
+  for (int b = threadIdx.x; b < p.B; b += kBlock) labels += p.labels(b);
   labels = block_sum(labels, label_sums);
   double sum = 0.0;
   for (int b = threadIdx.x; b < p.B; b += kBlock) {

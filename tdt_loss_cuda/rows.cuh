@@ -53,12 +53,32 @@ struct Vector {
   uint4 bits;
 
   __device__ __forceinline__ static Vector load(const S* p) { return {__ldcs(reinterpret_cast<const uint4*>(p))}; }
+  // 16 bytes of the row [begin, end) that start at any element: element by element, or for 16-bit ones the words that
+  // hold them, shifted. Where one of these would reach beyond the row, elements again.
+  __device__ __forceinline__ static Vector load_shifted(const S* p, const S* begin, const S* end) {
+    const unsigned odd = reinterpret_cast<uintptr_t>(p) / sizeof(S) % 2;
+    if (sizeof(S) > 2 || (odd && (p == begin || p + kSize == end))) return gather(p);
+    const auto* const from = reinterpret_cast<const unsigned*>(p - odd);
+    unsigned words[5];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[j] = __ldcs(from + j);
+    words[4] = odd ? __ldcs(from + 4) : 0;
+    return {{__funnelshift_r(words[0], words[1], 16 * odd), __funnelshift_r(words[1], words[2], 16 * odd),
+             __funnelshift_r(words[2], words[3], 16 * odd), __funnelshift_r(words[3], words[4], 16 * odd)}};
+  }
   // `fill` in every place
   __device__ __forceinline__ static Vector of(accumulate_t<S> fill) {
     accumulate_t<S> x[kSize];
 #pragma unroll
     for (int j = 0; j < kSize; ++j) x[j] = fill;
     return pack(x);
+  }
+  // The elements from p on, one by one.
+  __device__ __forceinline__ static Vector gather(const S* p) {
+    Vector v;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) reinterpret_cast<S*>(&v.bits)[j] = p[j];
+    return v;
   }
   template <Caching caching = Caching::kKept>
   __device__ __forceinline__ void store(S* p) const {
@@ -137,6 +157,7 @@ struct RowGroup {
     for (int offset = kLanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(mask, x, offset);
     return x;
   }
+  __device__ __forceinline__ int count(bool holds) const { return __popc(__ballot_sync(mask, holds)); }
   template <typename Acc>
   __device__ __forceinline__ Acc max(Acc x) const {
 #pragma unroll
@@ -145,40 +166,53 @@ struct RowGroup {
   }
 };
 
-// log(sum of exp) of what it has seen: sum * exp(max). NaN and +inf make the sum NaN.
+// The sum of exp(x - max) over what it has seen. Of a row that one entry dominates, the others matter only in their own
+// precision: `peak` is the sum of the piece that raised the maximum last, a little more than 1, and `rest` that of all
+// others. NaN and +inf make the sum NaN.
 template <typename Acc>
-struct LogSumExp {
-  Acc max = negative_infinity<Acc>(), sum = 0;
+struct SumExp {
+  Acc max = negative_infinity<Acc>(), peak = 0, rest = 0;
 
-  // 0 for nothing seen or all of it masked, so that exp(-inf - reference) is 0 and not NaN
-  __device__ __forceinline__ static Acc reference(Acc max) { return max == negative_infinity<Acc>() ? Acc(0) : max; }
-
-  __device__ __forceinline__ void rescale(Acc new_max) {
-    sum *= exp_of(max - reference(new_max));
-    max = new_max;
-  }
-
+  // A piece is summed pair by pair before it is added, so that small entries are not lost one by one.
   template <int kSize>
   __device__ __forceinline__ void add(const Acc (&x)[kSize]) {
     Acc new_max = max;
 #pragma unroll
     for (int j = 0; j < kSize; ++j) new_max = fmax(new_max, x[j]);
-    rescale(new_max);
-    const Acc ref = reference(new_max);
-    Acc part[2] = {sum, Acc(0)};
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) part[j % 2] += exp_of(x[j] - ref);
-    sum = part[0] + part[1];
+    const Acc own = sum_of<0, kSize>(x, reference(new_max));
+    const bool rises = new_max > max;
+    rest = (rest + (rises ? peak : own)) * exp_of(max - reference(new_max));
+    peak = rises ? own : peak;
+    max = new_max;
   }
 
-  // Over the lanes of a group.
+  // Over the lanes of a group; afterwards max, count and rest are those of all. The 1 of each lane's maximum is counted
+  // apart, so that what is added up is as small as the other entries are.
   template <int kThreads>
   __device__ __forceinline__ void merge(const RowGroup<kThreads>& group) {
-    rescale(group.max(max));
-    sum = group.sum(sum);
+    const Acc new_max = group.max(max);
+    const bool has_max = max == new_max && peak != 0;
+    rest = has_max ? peak - Acc(1) + rest : (peak + rest) * exp_of(max - reference(new_max));
+    rest = group.sum(rest);
+    peak = static_cast<Acc>(group.count(has_max));
+    max = new_max;
   }
 
-  __device__ __forceinline__ Acc value() const { return reference(max) + log(sum); }
+  __device__ __forceinline__ Acc sum() const { return peak + rest; }
+  __device__ __forceinline__ Acc log_sum() const { return log1p((peak - Acc(1)) + rest); }
+
+ private:
+  // 0 for nothing seen or all of it masked, so that exp(-inf - reference) is 0 and not NaN
+  __device__ __forceinline__ static Acc reference(Acc max) { return max == negative_infinity<Acc>() ? Acc(0) : max; }
+
+  template <int kFirst, int kCount, int kSize>
+  __device__ __forceinline__ static Acc sum_of(const Acc (&x)[kSize], Acc ref) {
+    if constexpr (kCount == 1) {
+      return exp_of(x[kFirst] - ref);
+    } else {
+      return sum_of<kFirst, kCount / 2>(x, ref) + sum_of<kFirst + kCount / 2, kCount - kCount / 2>(x, ref);
+    }
+  }
 };
 
 }  // namespace tdt::cuda

@@ -49,6 +49,9 @@ struct Stage {
   }
 };
 
+// The progress of a strip that will hand on no more.
+constexpr int kEnded = std::numeric_limits<int>::max();
+
 __device__ __forceinline__ void publish(int* p, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
@@ -122,6 +125,7 @@ class Strip {
         meet();
       }
       send(chunks - 1, lane);
+      if (p_.progress && lane == 0) publish(p_.progress + chain_, kEnded);
     }
   }
 

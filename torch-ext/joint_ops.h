@@ -46,6 +46,7 @@ inline void check_joint(const Tensor& encoder, const Tensor& decoder, const Tens
   for (const Tensor* t : {&decoder, &nodes, &rows}) {
     STD_TORCH_CHECK(t->device() == encoder.device(), "all tensors must be on the device of the encoder");
   }
+  check_nodes(nodes, encoder.size(0) * encoder.size(1) * decoder.size(1));
 }
 
 // hidden (rows, H): the hidden layer of the nodes.
@@ -111,7 +112,7 @@ Tensor node_occupancy(const Tensor& node_lp, const Tensor& ll, const Tensor& alp
   if (batch.nodes() == 0) return G;
   dispatch_accumulate(node_lp.scalar_type(), [&](auto zero) {
     using Acc = decltype(zero);
-    const Saved<Acc> saved{const_data<Acc>(node_lp), const_data<double>(ll), const_data<double>(alpha_beta)};
+    const Saved<Acc> saved{const_data<Acc>(node_lp), nullptr, const_data<double>(ll), const_data<double>(alpha_beta)};
     const auto shaping = Shaping<Acc>::of(0, arcs, Mixture::of(lattices, omega), fastemit_lambda, 0.0);
     Backend::node_occupancy(node_lp, batch, saved, shaping, mutable_data<Acc>(G));
   });

@@ -12,6 +12,7 @@
 // Arguments that several schemas share.
 #define LABELS "Tensor targets, Tensor logit_lengths, Tensor target_lengths"
 #define SAVED "Tensor node_lp, Tensor ll, Tensor alpha_beta"
+#define SAVED_ROWS "Tensor node_lp, Tensor row_stats, Tensor ll, Tensor alpha_beta"
 #define SHAPING "float omega, float fastemit_lambda, float clamp"
 #define JOINT "Tensor encoder, Tensor decoder, Tensor nodes, int activation, float dropout, int seed"
 
@@ -19,20 +20,20 @@ TDT_LIBRARY(TORCH_EXTENSION_NAME, m) {
   // clang-format off
   m.def("loss(Tensor logits, Tensor? duration_logits, " LABELS ", int blank, int[] durations, float sigma, "
         "float delay_penalty, " SHAPING ", bool zero_infinity, bool need_grad, bool inplace_grad, int reduction) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("log_probs(Tensor logits, Tensor? duration_logits, " LABELS ", int blank, int num_durations, float sigma, "
-        "float delay_penalty) -> Tensor");
-  m.def("log_probs_tile_(Tensor tile, Tensor nodes, Tensor(a!) node_lp, " LABELS ", int blank, int vocab, "
+        "float delay_penalty) -> (Tensor, Tensor)");
+  m.def("log_probs_tile_(Tensor tile, Tensor nodes, Tensor(a!) node_lp, Tensor(b!) row_stats, " LABELS ", int blank, int vocab, "
         "int num_durations, float sigma, float delay_penalty) -> ()");
   m.def("lattice(Tensor node_lp, " LABELS ", int[] durations, int vocab, float omega, bool need_grad) "
         "-> (Tensor, Tensor)");
   m.def("reduce(Tensor ll, Tensor target_lengths, Tensor like, float omega, bool zero_infinity, int reduction) "
         "-> (Tensor, Tensor)");
-  m.def("gradient(Tensor grad_loss, Tensor weights, Tensor logits, Tensor? duration_logits, " LABELS ", " SAVED ", "
+  m.def("gradient(Tensor grad_loss, Tensor weights, Tensor logits, Tensor? duration_logits, " LABELS ", " SAVED_ROWS ", "
         "int blank, int[] durations, " SHAPING ") -> (Tensor, Tensor)");
-  m.def("gradient_(Tensor grad_loss, Tensor weights, Tensor(a!) logits, " LABELS ", " SAVED ", "
+  m.def("gradient_(Tensor grad_loss, Tensor weights, Tensor(a!) logits, " LABELS ", " SAVED_ROWS ", "
         "int blank, int[] durations, " SHAPING ") -> ()");
-  m.def("gradient_tile_(Tensor grad_loss, Tensor weights, Tensor(a!) tile, Tensor nodes, " LABELS ", " SAVED ", "
+  m.def("gradient_tile_(Tensor grad_loss, Tensor weights, Tensor(a!) tile, Tensor nodes, " LABELS ", " SAVED_ROWS ", "
         "int blank, int vocab, int[] durations, " SHAPING ") -> ()");
   m.def("occupancy(" SAVED ", " LABELS ", int[] durations, int vocab) -> (Tensor, Tensor)");
   m.def("align(Tensor node_lp, " LABELS ", int[] durations, int vocab) "

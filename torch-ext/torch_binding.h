@@ -17,6 +17,11 @@ Acc* mutable_data(const Tensor& t) {
   return static_cast<Acc*>(t.mutable_data_ptr());
 }
 
+template <typename Acc>
+NodeRecords<Acc> node_records(const Tensor& node_lp, const Tensor& row_stats) {
+  return {mutable_data<Acc>(node_lp), mutable_data<RowStats<Acc>>(row_stats)};
+}
+
 // Calls f with a zero of the C++ type of log-probabilities and losses.
 template <typename F>
 void dispatch_accumulate(ScalarType type, F&& f) {
@@ -31,41 +36,45 @@ inline int lattices_of(const Arcs& arcs, double omega) {
   return omega > 0 && !arcs.rnnt ? 2 : 1;
 }
 
-// eq. 1-3 of every node: node_lp (B, T, U1, record_size(D)).
+// eq. 1-3 of every node: node_lp (B, T, U1, record_size(D)) and row_stats (B, T, U1, 2).
 template <class Backend>
-Tensor log_probs(const Tensor& logits, const OptionalTensor& duration_logits, const Tensor& targets,
-                 const Tensor& logit_lengths, const Tensor& target_lengths, int64_t blank, int64_t num_durations,
-                 double sigma, double delay_penalty) {
+std::tuple<Tensor, Tensor> log_probs(const Tensor& logits, const OptionalTensor& duration_logits, const Tensor& targets,
+                                     const Tensor& logit_lengths, const Tensor& target_lengths, int64_t blank,
+                                     int64_t num_durations, double sigma, double delay_penalty) {
   const int64_t V = vocab_of(logits, duration_logits, num_durations);
   const Batch batch = batch_of(logits, targets, logit_lengths, target_lengths, V, num_durations);
   check_logits(logits, duration_logits, num_durations, V, blank);
-  check_delay_penalty(batch, delay_penalty);
-  Tensor node_lp = empty_on(logits, {batch.B, batch.max_T, batch.max_U1, record_size(batch.D)},
-                            accumulate_type(logits.scalar_type()));
-  if (batch.nodes() == 0) return node_lp;
+  check_penalties(batch, sigma, delay_penalty);
+  const ScalarType type = accumulate_type(logits.scalar_type());
+  Tensor node_lp = empty_on(logits, {batch.B, batch.max_T, batch.max_U1, record_size(batch.D)}, type);
+  Tensor row_stats = empty_on(logits, {batch.B, batch.max_T, batch.max_U1, 2}, type);
+  if (batch.nodes() == 0) return {node_lp, row_stats};
   dispatch_logits(logits.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
     Backend::log_probs(logits, batch, {batch.nodes(), nullptr}, logit_rows<S>(logits, duration_logits, V),
-                       mutable_data<accumulate_t<S>>(node_lp), {static_cast<int>(blank), sigma, delay_penalty});
+                       node_records<accumulate_t<S>>(node_lp, row_stats),
+                       {static_cast<int>(blank), sigma, delay_penalty});
   });
-  return node_lp;
+  return {node_lp, row_stats};
 }
 
-// The same of the nodes of a tile, into node_lp.
+// The same of the nodes of a tile, into node_lp and row_stats.
 template <class Backend>
-void log_probs_tile_(const Tensor& tile, const Tensor& nodes, const Tensor& node_lp, const Tensor& targets,
-                     const Tensor& logit_lengths, const Tensor& target_lengths, int64_t blank, int64_t vocab,
-                     int64_t num_durations, double sigma, double delay_penalty) {
+void log_probs_tile_(const Tensor& tile, const Tensor& nodes, const Tensor& node_lp, const Tensor& row_stats,
+                     const Tensor& targets, const Tensor& logit_lengths, const Tensor& target_lengths, int64_t blank,
+                     int64_t vocab, int64_t num_durations, double sigma, double delay_penalty) {
   const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, num_durations);
   check_node_lp(node_lp, num_durations);
+  check_row_stats(row_stats, node_lp);
   check_blank(blank, vocab);
-  check_delay_penalty(batch, delay_penalty);
+  check_penalties(batch, sigma, delay_penalty);
   const NodeList list = check_tile(tile, nodes, node_lp, vocab + num_durations);
   if (list.n == 0) return;
   dispatch_logits(tile.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
     Backend::log_probs(tile, batch, list, logit_rows<S>(tile, std::nullopt, vocab),
-                       mutable_data<accumulate_t<S>>(node_lp), {static_cast<int>(blank), sigma, delay_penalty});
+                       node_records<accumulate_t<S>>(node_lp, row_stats),
+                       {static_cast<int>(blank), sigma, delay_penalty});
   });
 }
 
@@ -123,24 +132,24 @@ std::tuple<Tensor, Tensor> reduce(const Tensor& ll, const Tensor& target_lengths
 
 // Forward in one call: one dispatch instead of three. All but the loss is what the gradient needs.
 template <class Backend>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> loss(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> loss(
     const Tensor& logits, const OptionalTensor& duration_logits, const Tensor& targets, const Tensor& logit_lengths,
     const Tensor& target_lengths, int64_t blank, const DurationList& durations, double sigma, double delay_penalty,
     double omega, double /*fastemit_lambda: of the gradient*/, double /*clamp: of the gradient*/, bool zero_infinity,
     bool need_grad, bool /*inplace_grad: for autograd*/, int64_t reduction) {
   const auto D = static_cast<int64_t>(durations.size());
   const int64_t V = vocab_of(logits, duration_logits, D);
-  Tensor node_lp = log_probs<Backend>(logits, duration_logits, targets, logit_lengths, target_lengths, blank, D, sigma,
-                                      delay_penalty);
+  auto [node_lp, row_stats] = log_probs<Backend>(logits, duration_logits, targets, logit_lengths, target_lengths, blank,
+                                                 D, sigma, delay_penalty);
   auto [ll, alpha_beta] =
       lattice<Backend>(node_lp, targets, logit_lengths, target_lengths, durations, V, omega, need_grad);
   auto [value, weights] = reduce<Backend>(ll, target_lengths, logits, omega, zero_infinity, reduction);
-  return {value, node_lp, ll, alpha_beta, weights};
+  return {value, node_lp, row_stats, ll, alpha_beta, weights};
 }
 
 // What the gradient needs beside the logits: the upstream gradient, what the forward saved, the options.
 struct GradientArguments {
-  const Tensor &grad_loss, &weights, &targets, &logit_lengths, &target_lengths, &node_lp, &ll, &alpha_beta;
+  const Tensor &grad_loss, &weights, &targets, &logit_lengths, &target_lengths, &node_lp, &row_stats, &ll, &alpha_beta;
   int64_t blank;
   const DurationList& durations;
   double omega, fastemit_lambda, clamp;
@@ -154,12 +163,14 @@ void gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_duratio
   const Arcs arcs = arcs_of(a.durations);
   const int lattices = lattices_of(arcs, a.omega);
   check_saved(batch, lattices, accumulate_type(logits.scalar_type()), a.node_lp, a.ll, a.alpha_beta);
+  check_row_stats(a.row_stats, a.node_lp);
   check_upstream(a.grad_loss, a.weights, a.node_lp, batch.B);
   if (list.n == 0) return;
   dispatch_logits(logits.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
     using Acc = accumulate_t<S>;
-    const Saved<Acc> saved{const_data<Acc>(a.node_lp), const_data<double>(a.ll), const_data<double>(a.alpha_beta)};
+    const Saved<Acc> saved{const_data<Acc>(a.node_lp), const_data<RowStats<Acc>>(a.row_stats), const_data<double>(a.ll),
+                           const_data<double>(a.alpha_beta)};
     const Upstream<Acc> upstream{const_data<Acc>(a.grad_loss), a.grad_loss.dim() == 0 ? 0 : a.grad_loss.stride(0),
                                  a.weights.size(0) == 0 ? nullptr : const_data<Acc>(a.weights)};
     const auto shaping =
@@ -193,7 +204,7 @@ template <class Backend>
 std::tuple<Tensor, Tensor> gradient(const Tensor& grad_loss, const Tensor& weights, const Tensor& logits,
                                     const OptionalTensor& duration_logits, const Tensor& targets,
                                     const Tensor& logit_lengths, const Tensor& target_lengths, const Tensor& node_lp,
-                                    const Tensor& ll, const Tensor& alpha_beta, int64_t blank,
+                                    const Tensor& row_stats, const Tensor& ll, const Tensor& alpha_beta, int64_t blank,
                                     const DurationList& durations, double omega, double fastemit_lambda, double clamp) {
   const auto D = static_cast<int64_t>(durations.size());
   check_logits(logits, duration_logits, D, vocab_of(logits, duration_logits, D), blank);
@@ -201,35 +212,36 @@ std::tuple<Tensor, Tensor> gradient(const Tensor& grad_loss, const Tensor& weigh
   OptionalTensor grad_durations;
   if (duration_logits) grad_durations = gradient_like(*duration_logits);
   dense_gradient_into<Backend>(grad_logits, grad_durations, logits, duration_logits,
-                               {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, ll, alpha_beta,
-                                blank, durations, omega, fastemit_lambda, clamp});
+                               {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, row_stats, ll,
+                                alpha_beta, blank, durations, omega, fastemit_lambda, clamp});
   return {grad_logits, grad_durations ? *grad_durations : empty_on(logits, {0}, logits.scalar_type())};
 }
 
 // The gradient of joint logits, written over them.
 template <class Backend>
 void gradient_(const Tensor& grad_loss, const Tensor& weights, const Tensor& logits, const Tensor& targets,
-               const Tensor& logit_lengths, const Tensor& target_lengths, const Tensor& node_lp, const Tensor& ll,
-               const Tensor& alpha_beta, int64_t blank, const DurationList& durations, double omega,
-               double fastemit_lambda, double clamp) {
+               const Tensor& logit_lengths, const Tensor& target_lengths, const Tensor& node_lp,
+               const Tensor& row_stats, const Tensor& ll, const Tensor& alpha_beta, int64_t blank,
+               const DurationList& durations, double omega, double fastemit_lambda, double clamp) {
   dense_gradient_into<Backend>(logits, std::nullopt, logits, std::nullopt,
-                               {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, ll, alpha_beta,
-                                blank, durations, omega, fastemit_lambda, clamp});
+                               {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, row_stats, ll,
+                                alpha_beta, blank, durations, omega, fastemit_lambda, clamp});
 }
 
 // The gradient of a tile of joint logits, written over them.
 template <class Backend>
 void gradient_tile_(const Tensor& grad_loss, const Tensor& weights, const Tensor& tile, const Tensor& nodes,
                     const Tensor& targets, const Tensor& logit_lengths, const Tensor& target_lengths,
-                    const Tensor& node_lp, const Tensor& ll, const Tensor& alpha_beta, int64_t blank, int64_t vocab,
-                    const DurationList& durations, double omega, double fastemit_lambda, double clamp) {
+                    const Tensor& node_lp, const Tensor& row_stats, const Tensor& ll, const Tensor& alpha_beta,
+                    int64_t blank, int64_t vocab, const DurationList& durations, double omega, double fastemit_lambda,
+                    double clamp) {
   const auto D = static_cast<int64_t>(durations.size());
   const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, D);
   check_blank(blank, vocab);
   const NodeList list = check_tile(tile, nodes, node_lp, vocab + D);
   gradient_into<Backend>(tile, std::nullopt, tile, std::nullopt, batch, list,
-                         {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, ll, alpha_beta, blank,
-                          durations, omega, fastemit_lambda, clamp});
+                         {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, row_stats, ll,
+                          alpha_beta, blank, durations, omega, fastemit_lambda, clamp});
 }
 
 // eq. 7 of every arc of the first lattice: blank and label (B, T, U1, D), for RNN-T (B, T, U1).
@@ -250,7 +262,7 @@ std::tuple<Tensor, Tensor> occupancy(const Tensor& node_lp, const Tensor& ll, co
   if (batch.nodes() == 0) return {blank, label};
   dispatch_accumulate(node_lp.scalar_type(), [&](auto zero) {
     using Acc = decltype(zero);
-    const Saved<Acc> saved{const_data<Acc>(node_lp), const_data<double>(ll), const_data<double>(alpha_beta)};
+    const Saved<Acc> saved{const_data<Acc>(node_lp), nullptr, const_data<double>(ll), const_data<double>(alpha_beta)};
     Backend::occupancy(node_lp, batch, arcs, saved, mutable_data<Acc>(blank), mutable_data<Acc>(label));
   });
   return {blank, label};

@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Optional, Union
 
-import torch
 from torch import Tensor
 
-from ._ops import add_op_namespace_prefix, ops
-from .autograd import call, fake_log_probs
+from ._ops import ops
 from .checks import (
     Labels,
     Options,
     check_duration_logits,
     check_durations,
     check_logits,
+    check_penalties,
     check_vocab,
     with_dense_rows,
 )
+from .fakes import allocate_align, call, fake_log_probs
 
 __all__ = ["RNNTAlignment", "TDTAlignment", "rnnt_align", "tdt_align", "tdt_align_joint"]
 
@@ -223,7 +223,8 @@ def _align(
     options = Options.checked(
         sigma=sigma, delay_penalty=delay_penalty, fastemit_lambda=0.0, clamp=0.0, zero_infinity=False
     )
-    node_lp = call(
+    check_penalties(options, logits)
+    node_lp, _ = call(
         ops.log_probs,
         fake_log_probs,
         with_dense_rows(logits.detach()),
@@ -234,21 +235,4 @@ def _align(
         options.sigma,
         options.delay_penalty,
     )
-    return call(ops.align, _room_of_align, node_lp, *labels.tensors, durations, vocab)
-
-
-# For torch.compile and torch.export.
-@torch.library.register_fake(add_op_namespace_prefix("align"))
-def _fake_align(node_lp, targets, logit_lengths, target_lengths, durations, vocab):
-    frames = node_lp.new_empty(targets.shape, dtype=torch.int64)
-    return frames, torch.empty_like(frames), node_lp.new_empty((node_lp.shape[0],))
-
-
-def _room_of_align(node_lp, *args):
-    """Its outputs, and the best score and the best arc of every node."""
-    nodes = node_lp.shape[:3]
-    return (
-        _fake_align(node_lp, *args),
-        node_lp.new_empty(nodes, dtype=torch.float64),
-        node_lp.new_empty(nodes, dtype=torch.uint8),
-    )
+    return call(ops.align, allocate_align, node_lp, *labels.tensors, durations, vocab)

@@ -14,11 +14,15 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
+from .host_ops import to_device
+
 REDUCTIONS = ("none", "sum", "mean_batch", "mean", "mean_volume")  # in the order of tdt_loss_common/reduction.h
 MAX_DURATIONS = 64
-# Nats an arc, nats a frame: keeps every path inside what the lattice can represent.
-MAX_SIGMA = 1e4
-MAX_DELAY_PENALTY = 1e4
+MAX_SIGMA = 1e4  # nats an arc
+MAX_DELAY_PENALTY = 1e4  # nats a frame
+MAX_FASTEMIT_LAMBDA = 1e4  # a gradient of 16 bits overflows beyond
+# Nats of an arc and of a path that the two penalties may add, as in tdt_loss_common/checks.h, where the numbers are derived.
+_MOST_PENALTY_OF_ARC, _MOST_PENALTY_OF_PATH = 2.8e6, 1.8e8
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MOST_FRAMES = 2**31 - 1
@@ -29,8 +33,16 @@ _OTHER_INTS = (torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32,
 def check_reduction(reduction: str) -> int:
     """The reduction as the ops know it."""
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+        raise ValueError(
+            f"Invalid reduction: reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}"
+        )
     return REDUCTIONS.index(reduction)
+
+
+def check_bool(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def check_number(name: str, value: float) -> float:
@@ -77,8 +89,8 @@ class Options(NamedTuple):
         clamp = check_number("clamp", clamp)
         if not 0 <= omega <= 1:
             raise ValueError(f"omega must be in [0, 1], got {omega}")
-        if not 0 <= fastemit_lambda < math.inf:
-            raise ValueError(f"fastemit_lambda must be finite and not negative, got {fastemit_lambda}")
+        if not 0 <= fastemit_lambda <= MAX_FASTEMIT_LAMBDA:
+            raise ValueError(f"fastemit_lambda must be in [0, {MAX_FASTEMIT_LAMBDA:g}], got {fastemit_lambda}")
         if not -math.inf < clamp < math.inf:
             raise ValueError(f"clamp must be finite (0 or negative: off), got {clamp}")
         return cls(
@@ -87,7 +99,20 @@ class Options(NamedTuple):
             omega,
             fastemit_lambda,
             clamp,
-            bool(zero_infinity),
+            check_bool("zero_infinity", zero_infinity),
+        )
+
+
+def check_penalties(options: Options, logits: Tensor) -> None:
+    """Refuse penalties that would carry paths of this many frames and labels out of what the lattice can represent."""
+    if options.sigma == options.delay_penalty == 0 or torch.compiler.is_compiling():
+        return
+    T, U = logits.shape[1], logits.shape[2] - 1
+    of_label = abs(options.delay_penalty) * 0.5 * max(T - 1, 0)
+    of_path = abs(options.sigma) * (T + U) + of_label * U
+    if abs(options.sigma) + of_label > _MOST_PENALTY_OF_ARC or of_path > _MOST_PENALTY_OF_PATH:
+        raise ValueError(
+            f"sigma and delay_penalty are too large for {T} frames and {U} labels, got {options.sigma} and {options.delay_penalty}"
         )
 
 
@@ -125,7 +150,7 @@ def _duration(value: object, durations: list) -> int:
     except TypeError:
         raise TypeError(f"durations must hold integers, got {value!r} in {durations}") from None
     if duration < 0:
-        raise ValueError(f"durations must not be negative, got {duration} in {durations}")
+        raise ValueError(f"durations must be non-negative, got {duration} in {durations}")
     return min(duration, _MOST_FRAMES)  # no alignment is that long, so it makes no difference
 
 
@@ -211,9 +236,10 @@ class Labels:
         _check_index("target_lengths", target_lengths, (batch,), logits.device)
         if not torch.compiler.is_compiling():
             _check_values(vocab, max_t, max_u1 - 1, targets, logit_lengths, target_lengths)
-        self.targets = _to_kernel(targets, logits.device)
-        self.logit_lengths = _to_kernel(logit_lengths, logits.device)
-        self.target_lengths = _to_kernel(target_lengths, logits.device)
+        self.targets, self.logit_lengths, self.target_lengths = (
+            to_device(tensor, logits.device, tensor.dtype if tensor.dtype in _NATIVE_INTS else torch.int64)
+            for tensor in (targets, logit_lengths, target_lengths)
+        )
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,20 +273,16 @@ def _check_index(name: str, tensor: Tensor, shape: Sequence[Optional[int]], devi
 def _check_values(
     vocab: int, max_t: int, max_u: int, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor
 ) -> None:
-    on_host = (logit_lengths.is_cpu, target_lengths.is_cpu, targets.is_cpu)
-    if not all(on_host) and os.environ.get("TDT_LOSS_CHECK") == "1":
-        on_host = (True, True, True)  # as soon as they are read back
-    named = (("logit_lengths", logit_lengths, max_t), ("target_lengths", target_lengths, max_u))
-    for (name, lengths, most), readable in zip(named, on_host):
-        if readable:
-            lengths = lengths.cpu().to(torch.int64)
+    everywhere = os.environ.get("TDT_LOSS_CHECK") == "1"
+    T, U, labels = (_on_host(tensor, everywhere) for tensor in (logit_lengths, target_lengths, targets))
+    for name, lengths, most in (("logit_lengths", T, max_t), ("target_lengths", U, max_u)):
+        if lengths is not None:
             bad = (lengths < 0) | (lengths > most)
             if bad.any():
                 sample = int(bad.nonzero()[0])
                 raise ValueError(f"{name} must be in [0, {most}], got {int(lengths[sample])} for sample {sample}")
-    if on_host[1] and on_host[2] and targets.shape[1] > 0:
-        labels = targets.cpu().to(torch.int64)
-        valid = torch.arange(labels.shape[1]) < target_lengths.cpu().to(torch.int64).unsqueeze(1)
+    if U is not None and labels is not None and labels.shape[1] > 0:
+        valid = torch.arange(labels.shape[1], device="cpu") < U.unsqueeze(1)
         bad = valid & ((labels < 0) | (labels >= vocab))
         if bad.any():
             sample, position = bad.nonzero()[0].tolist()
@@ -269,8 +291,15 @@ def _check_values(
             )
 
 
-def _to_kernel(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.dtype in _NATIVE_INTS and tensor.device == device:
-        return tensor
-    dtype = tensor.dtype if tensor.dtype in _NATIVE_INTS else torch.int64
-    return tensor.to(device=device, dtype=dtype, non_blocking=True)
+def holds_values(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers can be read: not those of a fake one, of the meta device, or of a batch under vmap."""
+    if type(tensor) is Tensor and not tensor.is_meta:
+        return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not (tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor))
+
+
+def _on_host(tensor: Tensor, everywhere: bool) -> Optional[Tensor]:
+    """As int64 on the CPU, where it can be read for free, or at all if `everywhere`; else None."""
+    if not (tensor.is_cpu or everywhere) or not holds_values(tensor):
+        return None
+    return tensor.to(device="cpu", dtype=torch.int64)

@@ -6,9 +6,20 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from . import autograd
+from . import autograd, transforms
 from ._ops import ops
-from .checks import Labels, Options, check_logits, check_vocab, check_writable, with_dense_rows
+from .autograd import LossArguments
+from .checks import (
+    Labels,
+    Options,
+    check_bool,
+    check_logits,
+    check_penalties,
+    check_vocab,
+    check_writable,
+    with_dense_rows,
+)
+from .fakes import call, fake_occupancy
 
 __all__ = ["Occupancy", "compute_joint_loss", "compute_loss"]
 
@@ -39,26 +50,37 @@ def compute_loss(
     reduction: int,
 ) -> Union[Tensor, tuple[Tensor, Occupancy]]:
     """The loss of checked arguments; no durations: RNN-T."""
+    check_bool("return_occupancy", return_occupancy)
+    check_penalties(options, logits)
     need_grad = torch.is_grad_enabled() and (
         logits.requires_grad or (duration_logits is not None and duration_logits.requires_grad)
     )
-    loss, (*saved, _) = autograd.loss(
+    arguments = LossArguments(
         with_dense_rows(logits),
         None if duration_logits is None else with_dense_rows(duration_logits),
-        labels.targets,
-        labels.logit_lengths,
-        labels.target_lengths,
+        *labels.tensors,
         blank,
         durations,
         *options,
         need_grad or return_occupancy,
-        inplace_grad and not torch.compiler.is_compiling(),
+        inplace_grad and can_write_in_place(),
         reduction,
     )
+    transformed = not torch.compiler.is_compiling() and transforms.active()
+    loss, saved = (transforms if transformed else autograd).loss(arguments)
     if not return_occupancy:
         return loss
-    occupancy = autograd.call(ops.occupancy, autograd.fake_occupancy, *saved, *labels.tensors, durations, vocab)
+    node_lp, _, ll, alpha_beta, _ = saved
+    occupancy = call(ops.occupancy, fake_occupancy, node_lp, ll, alpha_beta, *labels.tensors, durations, vocab)
     return loss, Occupancy(*occupancy)
+
+
+def can_write_in_place() -> bool:
+    """Whether a gradient may be written over the logits. torch.compile plans memory itself. Under saved-tensor hooks torch does
+    not see that saved logits have changed, so neither a second backward nor another op that saved them would hear of it."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def compute_joint_loss(
@@ -79,7 +101,8 @@ def compute_joint_loss(
     vocab = logits.shape[3] - len(durations)
     blank = check_vocab("logits", logits.shape[3], vocab, blank_token_id)
     labels = Labels(logits, vocab, targets, logit_lengths, target_lengths)
-    if inplace_grad and not torch.compiler.is_compiling():
+    check_bool("inplace_grad", inplace_grad)
+    if inplace_grad and can_write_in_place():
         check_writable(logits)
     return compute_loss(
         logits,

@@ -7,8 +7,20 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from .checks import Labels, Options, check_durations, check_float, check_number, check_reduction, check_vocab
+from . import transforms
+from .checks import (
+    Labels,
+    Options,
+    check_bool,
+    check_durations,
+    check_float,
+    check_number,
+    check_penalties,
+    check_reduction,
+    check_vocab,
+)
 from .fused_autograd import FusedStats, compute_loss
+from .host_ops import draw_seed
 from .report import report
 from .tiles import ACTIVATIONS, Inputs, Problem
 
@@ -200,14 +212,18 @@ def _fused(
     occupancy_threshold: float,
     return_stats: bool,
 ) -> Union[Tensor, tuple[Tensor, FusedStats]]:
+    name, dense = ("tdt_loss_fused_joint", "tdt_loss_joint") if durations else ("rnnt_loss_fused_joint", "rnnt_loss")
+    transforms.refuse(name, dense)
     reduction_code = check_reduction(reduction)
+    check_bool("return_stats", return_stats)
     _check_operands(*operands)
     encoder, decoder, weight, _ = operands
     vocab = weight.shape[0] - len(durations)
     blank = check_vocab("weight", weight.shape[0], vocab, blank_token_id)
-    # Of the logits that there are none of, the checks want shape and device.
+    # The checks need only the shape and the device of the logits.
     logits = encoder.new_empty((*encoder.shape[:2], decoder.shape[1], 0))
     checked = Labels(logits, vocab, *labels)
+    check_penalties(options, logits)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
     problem = Problem(
@@ -222,7 +238,7 @@ def _fused(
         _number_that("occupancy_threshold", occupancy_threshold, "at least 0", lambda g: g >= 0),
         _product_dtype(*operands),
     )
-    seed = torch.randint(2**63 - 1, (), device="cpu") if dropout > 0 else None
+    seed = draw_seed() if dropout > 0 else None
     loss, stats = compute_loss(Inputs(*operands, *checked.tensors, *labels[1:], seed), problem)
     return (loss, stats) if return_stats else loss
 
@@ -255,8 +271,9 @@ def _check_operands(encoder: Tensor, decoder: Tensor, weight: Tensor, bias: Opti
 
 def _product_dtype(encoder: Tensor, decoder: Tensor, weight: Tensor, bias: Optional[Tensor]) -> torch.dtype:
     """The dtype that hidden units and logits are computed in."""
-    if torch.is_autocast_enabled(encoder.device.type) and encoder.dtype != torch.float64:
-        return torch.get_autocast_dtype(encoder.device.type)
+    kind = encoder.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and encoder.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
     if decoder.dtype != encoder.dtype:
         raise TypeError(f"decoder must have the dtype of encoder, {encoder.dtype}, got {decoder.dtype}")
     for name, parameter in (("weight", weight), ("bias", bias)):

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from ._ops import add_op_namespace_prefix, ops
-from .autograd import NO_DOUBLE_BACKWARD, fake_lattice, fake_reduce, record_size
+from .autograd import NO_DOUBLE_BACKWARD
+from .checks import holds_values
+from .fakes import accumulate_dtype, fake_lattice, fake_reduce, record_size
 from .tiles import Inputs, Problem, fused_backward, fused_forward
 
 
@@ -32,8 +34,8 @@ class FusedStats:
 def compute_loss(inputs: Inputs, problem: Problem) -> tuple[Tensor, FusedStats]:
     """The loss of checked arguments."""
     need_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.operands)
-    if torch.compiler.is_compiling():
-        return ops.fused_loss(*inputs, *problem, need_grad)[0], FusedStats()
+    if torch.compiler.is_compiling() or not all(map(holds_values, inputs.labels)) or not holds_values(inputs.encoder):
+        return ops.fused_loss(*inputs, *problem, need_grad)[0], FusedStats()  # knows the shapes of what holds no values
     stats = FusedStats()
     if need_grad:
         return _FusedLoss.apply(problem, stats, *inputs), stats
@@ -88,7 +90,7 @@ _SCALARS = (
     "float clamp, bool zero_infinity, int reduction, int activation, float dropout, int max_tile_bytes, "
     "float occupancy_threshold, ScalarType dtype"
 )
-_SAVED = "Tensor node_lp, Tensor ll, Tensor alpha_beta"
+_SAVED = "Tensor node_lp, Tensor row_stats, Tensor ll, Tensor alpha_beta"
 # Both wait for numbers of rows, so the CUDA graphs of torch.compile must leave them out. Older versions of torch lack the tag.
 _TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
 
@@ -97,7 +99,7 @@ _TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") e
     add_op_namespace_prefix("fused_loss"),
     mutates_args=(),
     tags=_TAGS,
-    schema=f"({_TENSORS}, {_SCALARS}, bool need_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_TENSORS}, {_SCALARS}, bool need_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _fused_loss(*args):
     outputs, _ = fused_forward(Inputs(*args[:_INPUTS]), Problem(*args[_INPUTS:-1]), args[-1])
@@ -107,12 +109,13 @@ def _fused_loss(*args):
 @_fused_loss.register_fake
 def _(*args):
     inputs, p, need_grad = Inputs(*args[:_INPUTS]), Problem(*args[_INPUTS:-1]), args[-1]
-    shape = (*inputs.encoder.shape[:2], inputs.decoder.shape[1], record_size(len(p.durations)))
+    shape = (*inputs.encoder.shape[:2], inputs.decoder.shape[1])
     like = inputs.encoder.new_empty((), dtype=p.dtype)
-    node_lp = like.new_empty(shape, dtype=torch.float64 if p.dtype == torch.float64 else torch.float32)
+    node_lp = like.new_empty((*shape, record_size(len(p.durations))), dtype=accumulate_dtype(p.dtype))
+    row_stats = node_lp.new_empty((*shape, 2))
     ll, alpha_beta = fake_lattice(node_lp, *inputs.labels, p.durations, p.vocab, p.omega, need_grad)
     loss, weights = fake_reduce(ll, inputs.target_lengths, like, p.omega, p.zero_infinity, p.reduction)
-    return loss, node_lp, ll, alpha_beta, weights
+    return loss, node_lp, row_stats, ll, alpha_beta, weights
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -143,8 +146,8 @@ _fused_loss.register_autograd(_backward, setup_context=_setup)
 )
 def _fused_gradient(grad_loss, *args):
     """The gradients of the operands; those that are not wanted are (0,)."""
-    inputs, problem, wanted = Inputs(*args[:_INPUTS]), Problem(*args[_INPUTS + 4 : -1]), args[-1]
-    saved, weights = args[_INPUTS : _INPUTS + 3], args[_INPUTS + 3]
+    inputs, problem, wanted = Inputs(*args[:_INPUTS]), Problem(*args[-_PROBLEM - 1 : -1]), args[-1]
+    *saved, weights = args[_INPUTS : -_PROBLEM - 1]
     grads, _, _ = fused_backward(grad_loss, inputs, problem, saved, weights, wanted)
     return tuple(inputs.encoder.new_empty((0,)) if grad is None else grad for grad in grads)
 

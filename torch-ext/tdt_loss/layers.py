@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from .loss import tdt_loss
 from .rnnt import rnnt_loss
-from .slices import tdt_loss_of_slices
 
 __all__ = ["RNNTLoss", "TDTLoss"]
 
@@ -15,11 +15,8 @@ __all__ = ["RNNTLoss", "TDTLoss"]
 class TDTLoss(nn.Module):
     """:func:`tdt_loss` as a stateless layer with the forward signature of transformers' ``tdt_loss``.
 
-    Where ``token_logits`` and ``duration_logits`` are the two adjoining slices of one joint tensor, as in
-    ``ParakeetForTDT``, the gradient goes to the joint tensor in one piece: the backward of two slices would zero-fill,
-    copy and add tensors of its size. The slices themselves, and any view of the joint network's output that they were cut
-    from, then have no gradient, so this is done only where neither slice has a hook or ``retain_grad``; call
-    :func:`tdt_loss` to differentiate with respect to one.
+    Like the function, it computes one gradient for the two adjoining slices of a joint tensor, as ``ParakeetForTDT`` cuts
+    them, and autograd takes it through the model's own graph, hooks and all.
     """
 
     has_backward: bool = True
@@ -38,7 +35,7 @@ class TDTLoss(nn.Module):
         reduction: str = "mean",
     ) -> Tensor:
         labelling = (targets, logit_lengths, target_lengths, blank_token_id, durations)
-        return tdt_loss_of_slices(token_logits, duration_logits, *labelling, sigma, reduction)
+        return tdt_loss(token_logits, duration_logits, *labelling, sigma, reduction)
 
 
 class RNNTLoss(nn.Module):

@@ -46,7 +46,9 @@ def tdt_loss(
     ``softmax(token_logits[b, t, u])[v] * exp(-sigma) * softmax(duration_logits[b, t, u])[d]``; a label moves to
     (t + d, u + 1), a blank (d > 0 only) to (t + d, u), and the last blank leaves the lattice at t + d = T exactly.
 
-    Any strides over B, T and U are read as they are; only logits whose last dimension is not contiguous are copied.
+    Any strides over B, T and U are read as they are; only logits whose last dimension is not contiguous are copied. Two
+    adjoining slices of one tensor get one gradient, as with :func:`tdt_loss_joint`, which autograd takes through the
+    caller's own graph.
     Padding (frames from ``logit_lengths`` on, positions beyond ``target_lengths``) is never read and its gradient is 0.
 
     Args:
@@ -58,14 +60,16 @@ def tdt_loss(
         target_lengths: (B,) labels of each sample, in [0, U]; any integer dtype, any device.
         blank_token_id: the blank's column, in [-V, V); negative counts from the end.
         durations: the D durations in frames, in the order of the columns: non-negative, at least one positive, at most 64.
-        sigma: logit under-normalisation in nats, subtracted from every token log-probability; at most 1e4 in size.
+        sigma: logit under-normalisation in nats, subtracted from every token log-probability; at most 1e4 in size, and with
+            ``delay_penalty`` at most 1.8e8 nats over a path of T + U arcs.
         reduction: ``"mean"``: each loss over its target length, then the batch mean; ``"mean_batch"``: the batch mean;
             ``"mean_volume"``: the sum over the sum of target lengths; ``"sum"``; ``"none"``. In the divisions a target length
-            counts as at least 1, where transformers' ``tdt_loss`` divides an empty transcript by 0.
+            counts as at least 1, where transformers' ``tdt_loss`` divides an empty transcript by 0, and that of a malformed
+            sample not at all.
         omega: in [0, 1], the weight of the RNN-T loss of the same token logits: ``(1 - omega) * TDT + omega * RNN-T``, with
             ``sigma`` in both. NeMo draws one of the two for each batch, RNN-T with probability omega; this is the
             expectation of that draw, with less variance.
-        fastemit_lambda: not negative; scales the gradient through every label arc by ``1 + fastemit_lambda``, in token and
+        fastemit_lambda: in [0, 1e4]; scales the gradient through every label arc by ``1 + fastemit_lambda``, in token and
             duration logits, so that labels come early (FastEmit, https://arxiv.org/abs/2010.11148). The returned loss
             does not change. NeMo also scales the cost that it reports, and leaves the gradient of the durations as it is.
         clamp: positive: each entry of a sample's gradient is held within [-clamp, clamp], before the upstream gradient and
@@ -148,10 +152,9 @@ def tdt_loss_joint(
     return_occupancy: bool = False,
     inplace_grad: bool = False,
 ) -> Union[Tensor, tuple[Tensor, Occupancy]]:
-    r"""TDT loss of joint logits: ``tdt_loss(logits[..., :V], logits[..., V:], ...)`` with one gradient for the whole tensor.
+    r"""TDT loss of joint logits: the same as ``tdt_loss(logits[..., :V], logits[..., V:], ...)``.
 
-    The backward of two slices zero-fills, copies and adds tensors of the size of the logits; this function writes the
-    gradient of the joint tensor once. Everything that :func:`tdt_loss` says holds.
+    Everything that :func:`tdt_loss` says holds.
 
     Args:
         logits: (B, T, U+1, V + D), tokens first, then one column for each of the D durations.
@@ -159,7 +162,8 @@ def tdt_loss_joint(
             delay_penalty, zero_infinity, return_occupancy: as in :func:`tdt_loss`; the blank counts among the V tokens.
         inplace_grad: write the gradient over the logits' storage in backward. The extra memory is then a few numbers per node
             instead of a second logits tensor; the logits are lost, and whoever else saved them for backward gets torch's
-            error about in-place modification. Has no effect under ``torch.compile``, which plans memory itself.
+            error about in-place modification. Has no effect under ``torch.compile``, which plans memory itself, and under
+            saved-tensor hooks (checkpoints among them), where torch would not see the modification.
 
     Returns:
         As :func:`tdt_loss`.

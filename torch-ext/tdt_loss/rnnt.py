@@ -47,7 +47,7 @@ def rnnt_loss(
             then the batch mean; ``"mean_batch"``: the batch mean; ``"sum"``; ``"none"``. In the divisions a target length
             counts as at least 1.
         sigma: logit under-normalisation in nats, subtracted from every token log-probability; at most 1e4 in size.
-        fastemit_lambda: not negative; scales the gradient through every label arc by ``1 + fastemit_lambda``, so that labels
+        fastemit_lambda: in [0, 1e4]; scales the gradient through every label arc by ``1 + fastemit_lambda``, so that labels
             come early (FastEmit, https://arxiv.org/abs/2010.11148). The returned loss does not change.
         clamp: positive: each entry of a sample's gradient is held within [-clamp, clamp], before the upstream gradient and
             the reduction multiply. 0 or negative: off.

@@ -1,72 +1,164 @@
-"""The TDT loss of two slices of one joint tensor, with one gradient for both."""
+"""One gradient for two adjoining slices of a joint tensor, through the user's own graph.
+
+A model with one joint network for tokens and durations cuts its output in two. Autograd would turn the gradient of each slice
+into a tensor of the size of the whole, mostly zeros, and add the two: three more passes over the largest tensor of a training
+step. Here the gradient of the joint tensor is computed once, and the slices are handed its columns as :class:`GradientPart`.
+Autograd passes these through every node between the loss and the joint network's output, with all the hooks that stand there;
+where the backward of the two slices would add zeros, the parts become the whole again. Whatever else is done with a part, by a
+hook say, is done with the tensor that it stands for.
+"""
 
 from __future__ import annotations
 
-import math
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from .loss import tdt_loss, tdt_loss_joint
-
-# Between the output of a linear layer and a slice of it, as ParakeetForTDT cuts it: the product's rows, seen as (B, T, U+1, V + D),
-# `squeeze(2)` that squeezes nothing, the slice. Another view only means that the two gradients stay apart.
-_VIEWS = ("SliceBackward0", "SqueezeBackward1", "ViewBackward0")
-
-
-def tdt_loss_of_slices(
-    token_logits: Tensor,
-    duration_logits: Tensor,
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    blank_token_id: int,
-    durations: Sequence[int] | Tensor,
-    *args,
-    **options,
-) -> Tensor:
-    """:func:`tdt_loss`; where the logits are the two adjoining slices of one tensor, :func:`tdt_loss_joint` of that."""
-    labelling = (targets, logit_lengths, target_lengths, blank_token_id, durations)
-    joint = None if torch.compiler.is_compiling() else _joint_of(token_logits, duration_logits)
-    if joint is not None and len(durations) == duration_logits.shape[3]:
-        return tdt_loss_joint(joint, *labelling, *args, **options)
-    return tdt_loss(token_logits, duration_logits, *labelling, *args, **options)
+_SLICE_BACKWARD = torch.ops.aten.slice_backward.default
+_ADD = torch.ops.aten.add.Tensor
+_CAT = torch.ops.aten.cat.default
 
 
-def _joint_of(token_logits: Tensor, duration_logits: Tensor) -> Tensor | None:
-    """The joint tensor whose two column ranges these are, if its gradient can stand for theirs."""
-    base = getattr(token_logits, "_base", None)
-    if base is None or getattr(duration_logits, "_base", None) is not base:
-        return None
-    if token_logits.dim() != 4 or duration_logits.dim() != 4:
-        return None
-    if not all(_is_plain_slice(x, base) for x in (token_logits, duration_logits)):
-        return None
-    V = token_logits.shape[3]
-    shape = (*token_logits.shape[:3], V + duration_logits.shape[3])
-    if base.shape == shape:
-        joint = base
-    elif base.is_contiguous() and base.numel() == math.prod(shape):
-        joint = base.view(shape)
-    else:
-        return None
-    adjoin = (
-        duration_logits.shape[:3] == shape[:3]
-        and joint.stride() == token_logits.stride() == duration_logits.stride()
-        and token_logits.storage_offset() == joint.storage_offset()
-        and duration_logits.storage_offset() == joint.storage_offset() + V * joint.stride(3)
+def adjoin(token_logits: Tensor, duration_logits: Tensor) -> bool:
+    """Whether the two are column ranges of one (B, T, U+1, V + D) tensor in memory, tokens first."""
+    return (
+        type(token_logits) is Tensor
+        and type(duration_logits) is Tensor
+        and token_logits.stride() == duration_logits.stride()
+        and token_logits.stride(3) == 1
+        and duration_logits.storage_offset() == token_logits.storage_offset() + token_logits.shape[3]
+        and duration_logits.untyped_storage()._cdata == token_logits.untyped_storage()._cdata
     )
-    return joint if adjoin else None
 
 
-def _is_plain_slice(view: Tensor, base: Tensor) -> bool:
-    """Whether `view` was cut from `base` as it is now, by views alone, and nobody watches its gradient."""
-    node = view.grad_fn
-    if node is None or view.retains_grad or view._backward_hooks:
+def joint_of(token_logits: Tensor, duration_logits: Tensor) -> Tensor:
+    """That tensor, detached."""
+    shape = (*token_logits.shape[:3], token_logits.shape[3] + duration_logits.shape[3])
+    return token_logits.detach().as_strided(shape, token_logits.stride(), token_logits.storage_offset())
+
+
+class Watched:
+    """Two slices, to ask at the time of backward whether somebody looks at the gradient of one itself."""
+
+    def __init__(self, *tensors: Tensor):
+        self.references = [weakref.ref(x) for x in tensors]
+
+    def __bool__(self) -> bool:
+        tensors = [reference() for reference in self.references]
+        return any(x is not None and (x.retains_grad or bool(x._backward_hooks)) for x in tensors)
+
+
+def meet_again(edges: Sequence, V: int, columns: int) -> bool:
+    """Whether two edges of autograd's graph lead to the two slices of one tensor of this many columns, V of them in the first, and
+    on to the gradient of that tensor."""
+    (tokens, i), (durations, j) = edges
+    if tokens is None or durations is None:
         return False
-    while node is not None and node.name() in _VIEWS:
-        node = node.next_functions[0][0]
-        if node is base.grad_fn if base.grad_fn is not None else getattr(node, "variable", None) is base:
-            return True
-    return False
+    name = tokens.name()
+    if tokens is durations:
+        if name != "SplitWithSizesBackward0" or (i, j) != (0, 1):
+            return False
+        if tuple(tokens._saved_split_sizes) != (V, columns - V):
+            return False
+    elif name != "SliceBackward0" or durations.name() != name or tokens.next_functions != durations.next_functions:
+        return False
+    joint = tokens.next_functions[0][0]
+    try:
+        return joint is not None and torch._C._will_engine_execute_node(joint)
+    except RuntimeError:  # autograd.grad with respect to a leaf does not say
+        return False
+
+
+def parts_of(grad: Tensor, V: int) -> tuple[Tensor, Tensor]:
+    """The gradients of the two slices of a joint tensor, from its gradient: columns [0, V) and the others."""
+    return GradientPart(grad, 0, V, False), GradientPart(grad, V, grad.shape[3], False)
+
+
+class GradientPart(Tensor):
+    """Columns [begin, end) of the gradient of a joint tensor; if ``whole``, of its full width with zeros in all others.
+
+    Two parts that complete each other add up to that gradient itself. Every other operation sees the tensor that the part
+    stands for, and returns a plain tensor.
+    """
+
+    joint: Tensor
+    begin: int
+    end: int
+    whole: bool
+    value: Tensor | None  # what it stands for, once somebody has asked
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, joint: Tensor, begin: int, end: int, whole: bool) -> GradientPart:
+        if whole:
+            shape, offset = joint.shape, joint.storage_offset()
+        else:
+            shape, offset = (*joint.shape[:3], end - begin), joint.storage_offset() + begin
+        self = Tensor._make_wrapper_subclass(cls, shape, joint.stride(), offset, dtype=joint.dtype, device=joint.device)
+        self.joint, self.begin, self.end, self.whole, self.value = joint, begin, end, whole, None
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self.plain())
+
+    def plain(self) -> Tensor:
+        if self.value is None:
+            columns = self.joint[..., self.begin : self.end]
+            if self.whole:
+                self.value = torch.zeros_like(self.joint)
+                self.value[..., self.begin : self.end] = columns
+            else:
+                self.value = columns
+        return self.value
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        joined = _join(func, args) if not kwargs else None
+        if joined is not None:
+            return joined
+        given = {}
+
+        def plain(part: GradientPart) -> Tensor:
+            value = part.plain()
+            given[id(value)] = part
+            return value
+
+        args, kwargs = tree_map_only(GradientPart, plain, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return given.get(id(result), result)  # an operation in place returns the part that it was given
+
+
+def _join(func, args) -> Tensor | None:
+    """What the backward of two slices, or of a split, makes of parts; None for other operations."""
+    if func is _SLICE_BACKWARD:
+        part, shape, dim, start, end, step = args
+        columns = shape[-1]
+        same_place = start == part.begin and min(end, columns) == part.end and dim % 4 == 3 and step == 1
+        if same_place and not part.whole and tuple(shape) == part.joint.shape:
+            return GradientPart(part.joint, start, part.end, True)
+    elif func is _ADD:
+        if len(args) == 2 and _complete(*args, whole=True):
+            return args[0].joint
+    elif func is _CAT:
+        parts, dim = args if len(args) == 2 else (args[0], 0)
+        if len(parts) == 2 and dim % 4 == 3 and _complete(*parts, whole=False):
+            return parts[0].joint
+    return None
+
+
+def _complete(first, second, whole: bool) -> bool:
+    """Whether these are two parts of one gradient, of one kind and in order, that nobody has changed apart from it."""
+    if type(first) is not GradientPart or type(second) is not GradientPart or first.joint is not second.joint:
+        return False
+    if whole:
+        if not (first.whole and second.whole) or first.value is not None or second.value is not None:
+            return False
+        if first.begin > second.begin:
+            first, second = second, first
+    elif first.whole or second.whole:
+        return False
+    return first.begin == 0 and first.end == second.begin and second.end == first.joint.shape[3]

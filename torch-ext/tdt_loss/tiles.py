@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._ops import ops
-from .autograd import call, fake_node_occupancy, record_size, room_of_lattice
+from .fakes import accumulate_dtype, allocate_lattice, call, fake_node_occupancy, record_size
 
 ACTIVATIONS = ("relu", "tanh")  # in the order of tdt_loss_common/joint.h
 
@@ -76,11 +76,11 @@ class _ValidRows:
             T, U = torch.stack([x.to(torch.int64) for x in inputs.labels[1:]]).tolist()
         # A malformed sample has no rows: its loss is NaN whatever its logits.
         rows = [t * (u + 1) if 0 <= t <= max_T and 0 <= u < max_U1 else 0 for t, u in zip(T, U)]
-        ends = torch.tensor(rows, dtype=torch.int64).cumsum(0)
-        widths = torch.tensor(U, dtype=torch.int64) + 1
+        counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        ends = counts.cumsum(0)
+        widths = torch.tensor(U, dtype=torch.int64, device="cpu") + 1
         self.max_T, self.max_U1, self.total = max_T, max_U1, sum(rows)
-        self.table = torch.stack([ends, ends - torch.tensor(rows, dtype=torch.int64), widths])
-        self.table = self.table.to(device, non_blocking=True)
+        self.table = torch.stack([ends, ends - counts, widths]).to(device, non_blocking=True)
 
     def lists(self) -> Iterator[Tensor]:
         """The node indices, int32, in pieces of bounded length: a dozen small kernels each, too many for every tile."""
@@ -146,21 +146,22 @@ def _padded(parameter: Optional[Tensor], rows: int, dtype: torch.dtype) -> Optio
 
 
 def fused_forward(inputs: Inputs, p: Problem, need_grad: bool) -> tuple[tuple[Tensor, ...], int]:
-    """loss, node_lp, ll, alpha_beta, weights, as the op `loss` returns them; and how many rows there were."""
+    """loss, node_lp, row_stats, ll, alpha_beta, weights, as the op `loss` returns them; and how many rows there were."""
     with torch.autocast(inputs.encoder.device.type, enabled=False):  # every cast is one of ours
         rows = _ValidRows(inputs)
         joint = _Joint(inputs, p, rows.total)
-        shape = (len(joint.encoder), rows.max_T, rows.max_U1, record_size(len(p.durations)))
-        node_lp = joint.encoder.new_empty(shape, dtype=_sum_dtype(p.dtype))
+        shape, dtype = (len(joint.encoder), rows.max_T, rows.max_U1), accumulate_dtype(p.dtype)
+        node_lp = joint.encoder.new_empty((*shape, record_size(len(p.durations))), dtype=dtype)
+        row_stats = joint.encoder.new_empty((*shape, 2), dtype=dtype)
         emission = (p.blank, p.vocab, len(p.durations), p.sigma, p.delay_penalty)
         for nodes in rows.lists():
             for first, last in joint.tiles(len(nodes)):
                 _, logits = joint.tile(nodes[first:last])
-                ops.log_probs_tile_(logits, nodes[first:last], node_lp, *inputs.labels, *emission)
+                ops.log_probs_tile_(logits, nodes[first:last], node_lp, row_stats, *inputs.labels, *emission)
         lattice = (node_lp, *inputs.labels, p.durations, p.vocab, p.omega, need_grad)
-        ll, alpha_beta = call(ops.lattice, room_of_lattice, *lattice)
+        ll, alpha_beta = call(ops.lattice, allocate_lattice, *lattice)
         loss, weights = ops.reduce(ll, inputs.target_lengths, node_lp, p.omega, p.zero_infinity, p.reduction)
-        return (loss, node_lp, ll, alpha_beta, weights), rows.total
+        return (loss, node_lp, row_stats, ll, alpha_beta, weights), rows.total
 
 
 class _LiveRows:
@@ -168,7 +169,9 @@ class _LiveRows:
 
     def __init__(self, inputs: Inputs, p: Problem, saved: Sequence[Tensor]):
         lattice = (p.durations, p.vocab, p.omega, p.fastemit_lambda)
-        occupancy = call(ops.node_occupancy, fake_node_occupancy, *saved, *inputs.labels, *lattice).view(-1)
+        node_lp, _, ll, alpha_beta = saved
+        occupancy = call(ops.node_occupancy, fake_node_occupancy, node_lp, ll, alpha_beta, *inputs.labels, *lattice)
+        occupancy = occupancy.view(-1)
         dropped = occupancy <= p.occupancy_threshold  # NaN is not: the gradients of such a sample are NaN
         live = dropped.logical_not().nonzero().squeeze(1)  # the host waits for how many there are
         self.dropped_mass = 2 * torch.where(dropped, occupancy, 0).sum(dtype=torch.float64)
@@ -186,7 +189,7 @@ def fused_backward(
         live = _LiveRows(inputs, p, saved)
         joint = _Joint(inputs, p, live.total)
         sums = [
-            torch.zeros_like(x, dtype=_sum_dtype(p.dtype)) if want else None
+            torch.zeros_like(x, dtype=accumulate_dtype(p.dtype)) if want else None
             for x, want in zip((joint.encoder, joint.decoder, joint.weight, joint.bias), wanted)
         ]
         d_encoder, d_decoder, d_weight, d_bias = sums
@@ -202,10 +205,6 @@ def fused_backward(
                 ops.joint_hidden_backward_(d_encoder, d_decoder, d_hidden, *hidden_layer, live.row_of_node, first)
         grads = [None if s is None else s[: len(x)].to(x.dtype) for x, s in zip(inputs.operands, sums)]
         return grads, live.total, live.dropped_mass
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _widens(x: Tensor) -> bool:

@@ -7,12 +7,32 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .loss import tdt_loss
 from .rnnt import rnnt_loss
-from .slices import tdt_loss_of_slices
 
 __all__ = ["parakeet_rnnt_loss", "parakeet_tdt_loss"]
 
 _PADDING = -100  # of labels, where torch's losses and transformers' Trainer look for it
+
+# What transformers' models pass on to their loss function beside its own arguments: the keywords of a forward pass, which
+# say nothing about the loss.
+_OF_THE_MODEL = frozenset(
+    (
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "is_causal",
+        "max_length_k",
+        "max_length_q",
+        "output_attention_mask",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "use_cache",
+    )
+)
 
 
 def parakeet_tdt_loss(
@@ -36,8 +56,8 @@ def parakeet_tdt_loss(
 ) -> Tensor:
     r"""The TDT loss as the ``loss_function`` of transformers' ``ParakeetForTDT``: ``model.loss_function = kernel.parakeet_tdt_loss``.
 
-    The same loss and gradients as :func:`tdt_loss`, https://arxiv.org/abs/2304.06795. The model cuts its joint network's output
-    in two; the gradient goes back to that output in one piece, so that ``output.logits``, which lies between, has none of its own.
+    The same loss and gradients as :func:`tdt_loss`, https://arxiv.org/abs/2304.06795: one gradient for the joint network's output,
+    which the model cuts in two.
     ``functools.partial`` sets another reduction or an option: ``partial(kernel.parakeet_tdt_loss, reduction="mean_volume")``.
 
     Gradient accumulation: transformers' ``Trainer`` counts the labels of all batches of an optimizer step, passes the count as
@@ -54,13 +74,14 @@ def parakeet_tdt_loss(
         reduction: as in :func:`tdt_loss`; ``"mean"`` is the model's default.
         num_items_in_batch: the labels of all batches of an optimizer step, for ``"mean_volume"``: an int or a tensor of one element.
             To compare it with the labels at hand costs one wait for a GPU.
-        kwargs: what else was passed to the model; ignored.
+        kwargs: keywords of the model's forward pass, such as ``output_hidden_states``, which transformers passes on; ignored. Any
+            other keyword is an error.
 
     Returns:
         As :func:`tdt_loss`.
 
     Raises:
-        TypeError, ValueError: as :func:`tdt_loss`; and ValueError where ``num_items_in_batch`` counts padding.
+        TypeError, ValueError: as :func:`tdt_loss`; TypeError for an unknown keyword; and ValueError where ``num_items_in_batch`` counts padding.
 
     Example:
         >>> import torch
@@ -71,8 +92,9 @@ def parakeet_tdt_loss(
         ...                                 logit_lengths=torch.tensor([3]), label_lengths=torch.tensor([1]), durations=[0, 1, 2])
         >>> loss.backward()
     """
+    _check_keywords("parakeet_tdt_loss", kwargs)
     return reduce_accumulated(
-        lambda targets, target_lengths, reduction: tdt_loss_of_slices(
+        lambda targets, target_lengths, reduction: tdt_loss(
             _with_positions(token_logits),
             _with_positions(duration_logits),
             targets,
@@ -127,7 +149,7 @@ def parakeet_rnnt_loss(
         As :func:`rnnt_loss`.
 
     Raises:
-        TypeError, ValueError: as :func:`rnnt_loss`; and ValueError where ``num_items_in_batch`` counts padding.
+        TypeError, ValueError: as :func:`rnnt_loss`; TypeError for an unknown keyword; and ValueError where ``num_items_in_batch`` counts padding.
 
     Example:
         >>> import torch
@@ -136,6 +158,7 @@ def parakeet_rnnt_loss(
         >>> loss = kernel.parakeet_rnnt_loss(torch.zeros(1, 3, 2, 4), labels=torch.tensor([[0]]), logit_lengths=torch.tensor([3]),
         ...                                  label_lengths=torch.tensor([1]), blank_token_id=3)
     """
+    _check_keywords("parakeet_rnnt_loss", kwargs)
     return reduce_accumulated(
         lambda targets, target_lengths, reduction: rnnt_loss(
             _with_positions(logits),
@@ -155,6 +178,13 @@ def parakeet_rnnt_loss(
         reduction,
         num_items_in_batch,
     )
+
+
+def _check_keywords(function: str, keywords: dict) -> None:
+    """A misspelt option must not pass for one of the model's keywords."""
+    for name in keywords:
+        if name not in _OF_THE_MODEL:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def _with_positions(logits: Tensor) -> Tensor:

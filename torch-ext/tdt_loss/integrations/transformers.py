@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..fused import rnnt_loss_fused_joint, tdt_loss_fused_joint
 from ..report import report
-from ..transformers_loss import parakeet_rnnt_loss, parakeet_tdt_loss, reduce_accumulated
+from ..transformers_loss import _OF_THE_MODEL, parakeet_rnnt_loss, parakeet_tdt_loss, reduce_accumulated
 from .heads import ACTIVATIONS, Head
 from .patch import FUSED_OPTIONS, SETTINGS, Patched, UnformedLogits, checked_options, fused_or_dense, patch, view_of
 
@@ -26,26 +26,8 @@ JOINTS = (
     "NemotronAsrStreamingRNNTJointNetwork",
     "Nemotron3_5AsrRNNTJointNetwork",
 )
-# Keyword arguments that the models take beside the named ones of their forward: transformers' TransformersKwargs, the encoders'.
-PASSED_ON = {
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_attentions",
-    "output_router_logits",
-    "return_dict",
-    "use_cache",
-    "past_key_values",
-    "padding_cache",
-    "output_attention_mask",
-    "num_lookahead_tokens",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "position_ids",
-    "is_causal",
-    "seq_idx",
-}
+# Keyword arguments that the models take beside the named ones of their forward: transformers', and those of the encoders.
+PASSED_ON = _OF_THE_MODEL | {"num_lookahead_tokens", "padding_cache", "past_key_values"}
 _PADDING = -100
 
 
