@@ -303,7 +303,7 @@ def test_autocast(kernel, use, name):
     assert output.loss.dtype == torch.float32
     torch.testing.assert_close(output.loss, expected, rtol=0.02, atol=0)
     head = "joint.head.weight"
-    assert (ours[head] - gradients[head]).norm() < 0.05 * gradients[head].norm()
+    assert (ours[head] - gradients[head]).norm() < 0.1 * gradients[head].norm()
 
 
 def test_compiled(kernel):

@@ -18,7 +18,7 @@ _ENCODER = {
     "intermediate_size": 32,
     "subsampling_conv_channels": 4,
     "num_mel_bins": 16,
-    "initializer_range": 0.2,  # large enough that every argument shows in the loss
+    "initializer_range": 0.2,
     "dropout": 0.0,
     "layerdrop": 0.0,
     "activation_dropout": 0.0,
@@ -44,7 +44,12 @@ def make_transducer(name, *, hidden_act="relu", seed=0, **changes):
         if name == "Nemotron3_5AsrForRNNT":
             shared.update(num_prompts=PROMPTS, prompt_intermediate_size=16, default_prompt_id=1)
     torch.manual_seed(seed)
-    return getattr(transformers, name)(config(**shared)).train()
+    model = getattr(transformers, name)(config(**shared)).train()
+    with torch.no_grad():  # large enough that every argument shows in the loss
+        for key, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not key.startswith("encoder."):
+                parameter.mul_(5)
+    return model
 
 
 def make_batch(name, *, B=3, frames=88, U=4, device="cpu"):
