@@ -44,7 +44,17 @@ ENVIRONMENTS = {
     ],
 }
 SCRIPTS = {"transformers-oldest": "run_transformers.py"}
-VERSIONS = ("torch", "kernels", "transformers", "nemo_toolkit", "lightning", "speechbrain", "espnet", "torchaudio", "numba")
+VERSIONS = (
+    "torch",
+    "kernels",
+    "transformers",
+    "nemo_toolkit",
+    "lightning",
+    "speechbrain",
+    "espnet",
+    "torchaudio",
+    "numba",
+)
 
 
 def environment(name: str) -> tuple[Path, float]:

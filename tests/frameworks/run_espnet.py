@@ -47,7 +47,9 @@ class OfTorchaudio(torch.nn.Module):
         import torchaudio
 
         lengths = (act_lens.int(), label_lens.int())
-        return torchaudio.functional.rnnt_loss(acts[:, : int(max(act_lens))].contiguous(), labels.int(), *lengths, blank=0)
+        return torchaudio.functional.rnnt_loss(
+            acts[:, : int(max(act_lens))].contiguous(), labels.int(), *lengths, blank=0
+        )
 
 
 def main():

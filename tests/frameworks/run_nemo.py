@@ -1,11 +1,11 @@
 """NeMo: three kinds of transducer models beside NeMo's own losses, then one trained on five recordings by Lightning."""
 
-import copy
 import warnings
 
 import lightning.pytorch as pl
 import nemo
 import torch
+from nemo.collections.asr.losses.rnnt import resolve_rnnt_loss
 from nemo.collections.asr.models import EncDecHybridRNNTCTCModel, EncDecRNNTModel
 from nemo.utils import logging
 from omegaconf import OmegaConf
@@ -106,7 +106,11 @@ def config(labels, loss, *, fuse=False, hybrid=False, activation="relu"):
 def make_model(labels, loss, *, hybrid=False, **options):
     torch.manual_seed(0)
     cls = EncDecHybridRNNTCTCModel if hybrid else EncDecRNNTModel
-    return cls(cfg=config(labels, loss, hybrid=hybrid, **options)).train()
+    model = cls(cfg=config(labels, loss, hybrid=hybrid, **options)).train()
+    # NeMo's losses in Numba need a GPU, those in PyTorch do not; by the name of the latter NeMo would give TDT a wrong blank.
+    kwargs = {"durations": DURATIONS, "sigma": 0.02} if loss == "tdt" else None
+    model.loss._loss = resolve_rnnt_loss("tdt_pytorch" if loss == "tdt" else "pytorch", len(labels), kwargs)
+    return model
 
 
 def loss_of(model, batch):
@@ -116,7 +120,9 @@ def loss_of(model, batch):
     decoded, target_length, _ = model.decoder(targets=transcript, target_length=transcript_length)
     if not model.joint.fuse_loss_wer:
         joint = model.joint(encoder_outputs=encoded, decoder_outputs=decoded)
-        loss = model.loss(log_probs=joint, targets=transcript, input_lengths=encoded_length, target_lengths=target_length)
+        loss = model.loss(
+            log_probs=joint, targets=transcript, input_lengths=encoded_length, target_lengths=target_length
+        )
     else:
         loss, *_ = model.joint(
             encoder_outputs=encoded,
@@ -143,9 +149,6 @@ def compare(run, what, model, batch, k):
         ours, our_gradients = step(model, batch)
         run.expect(f"{what}, {use}: loss, relative", relative(ours, theirs), 1e-6)
         run.expect(f"{what}, {use}: gradients, relative", gradient_error(our_gradients, gradients), 1e-4)
-        with torch.no_grad():
-            copied = copy.deepcopy(model)
-            run.expect(f"{what}, {use}: a deep copy, relative", relative(loss_of(copied, batch), theirs), 1e-6)
     k.restore_loss(model)
     back, _ = step(model, batch)
     run.expect(f"{what}, restored: loss, relative", relative(back, theirs), 0.0)
@@ -162,35 +165,40 @@ def main():
     short = (signal[:2, :24000], torch.tensor([24000, 20000]), transcript[:2, :12], torch.tensor([12, 9]))
 
     for what, loss, options in (
-        ("TDT", "tdt_pytorch", {}),
-        ("TDT, tanh", "tdt_pytorch", {"activation": "tanh"}),
-        ("TDT, fuse_loss_wer", "tdt_pytorch", {"fuse": True}),
-        ("RNN-T", "pytorch", {}),
-        ("hybrid with CTC", "tdt_pytorch", {"hybrid": True}),
+        ("TDT", "tdt", {}),
+        ("TDT, tanh", "tdt", {"activation": "tanh"}),
+        ("TDT, fuse_loss_wer", "tdt", {"fuse": True}),
+        ("RNN-T", "warprnnt_numba", {}),
+        ("hybrid with CTC", "tdt", {"hybrid": True}),
     ):
         compare(run, what, make_model(labels, loss, **options), short, k)
 
     # The blank moves with the vocabulary; NeMo itself puts another loss there.
     for use in ("use_loss", "use_fused_loss"):
-        model = make_model(labels, "tdt_pytorch")
+        model = make_model(labels, "tdt")
         getattr(k, use)(model)
         changed = labels + ["#", "%"]
         model.change_vocabulary(new_vocabulary=changed)
-        reference = make_model(changed, "tdt_pytorch")
+        reference = make_model(changed, "tdt")
         reference.load_state_dict(model.state_dict())
         loss = relative(step(model, short)[0], step(reference, short)[0])
         run.expect(f"after change_vocabulary, {use}: loss, relative", loss, 1e-6)
 
     with torch.autocast("cpu", torch.bfloat16):
-        model = make_model(labels, "tdt_pytorch")
+        model = make_model(labels, "tdt")
         theirs = loss_of(model, short)
         for use in ("use_loss", "use_fused_loss"):
             getattr(k, use)(model)
             run.expect(f"bfloat16 autocast, {use}: loss, relative", relative(loss_of(model, short), theirs), 1e-2)
 
-    trainer_options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer_options = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     trainer = pl.Trainer(max_steps=300, enable_model_summary=False, **trainer_options)
-    model = make_model(labels, "tdt_pytorch", fuse=True)
+    model = make_model(labels, "tdt", fuse=True)
     k.use_fused_loss(model)
     model.set_trainer(trainer)
     model.setup_optimization(model.cfg.optim)

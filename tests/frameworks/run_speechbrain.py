@@ -53,12 +53,18 @@ def main():
         pairs = []
         for loss in (k.integrations.speechbrain.transducer_loss, their_loss):
             leaf = logits.clone().requires_grad_()
-            value = loss(leaf, tokens, frames, labels, reduction) if loss is their_loss else loss(
-                leaf, tokens, frames, labels, BLANK, reduction
+            value = (
+                loss(leaf, tokens, frames, labels, reduction)
+                if loss is their_loss
+                else loss(leaf, tokens, frames, labels, BLANK, reduction)
             )
             value.backward()
             pairs.append((float(value), {"logits": leaf.grad}))
-        run.expect(f"{reduction}: loss, relative, to SpeechBrain's in numba's simulator", relative(pairs[0][0], pairs[1][0]), 1e-6)
+        run.expect(
+            f"{reduction}: loss, relative, to SpeechBrain's in numba's simulator",
+            relative(pairs[0][0], pairs[1][0]),
+            1e-6,
+        )
         run.expect(f"{reduction}: gradient, relative", gradient_error(pairs[0][1], pairs[1][1]), 1e-4)
 
     waveforms, texts = load_speech()
