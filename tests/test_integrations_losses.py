@@ -42,7 +42,7 @@ def test_torchaudio(kernel, batch, reduction, as_module):
 
 def test_torchaudio_defaults_clamp_and_log_probabilities(kernel, batch):
     loss = kernel.integrations.torchaudio.rnnt_loss
-    names = "logits targets logit_lengths target_lengths blank clamp reduction fused_log_softmax".split()
+    names = ["logits", "targets", "logit_lengths", "target_lengths", "blank", "clamp", "reduction", "fused_log_softmax"]
     assert list(inspect.signature(loss).parameters) == names
     assert [p.default for p in inspect.signature(loss).parameters.values()][4:] == [-1, -1, "mean", True]
     clamped = value_and_gradient(loss, batch, *batch.lengths, 0, 0.02, "sum")[1]

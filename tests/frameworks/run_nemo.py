@@ -27,9 +27,6 @@ def config(labels, loss, *, fuse=False, hybrid=False, activation="relu"):
         "labels": labels,
         "rnnt_reduction": "mean_volume",
         "model_defaults": {"enc_hidden": 96, "pred_hidden": hidden, "joint_hidden": hidden},
-        "train_ds": None,
-        "validation_ds": None,
-        "test_ds": None,
         "preprocessor": {
             "_target_": "nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor",
             "sample_rate": 16000,

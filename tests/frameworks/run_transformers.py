@@ -14,7 +14,7 @@ import transformers
 from speech import Run, gradient_error, gradients_of, kernel, load_speech, relative, word_errors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import train_parakeet  # noqa: E402
+import train_parakeet
 
 logging.disable(logging.WARNING)
 STEPS = 600  # at most, of Nemotron's training
