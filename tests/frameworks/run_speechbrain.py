@@ -1,4 +1,4 @@
-"""SpeechBrain: its transducer joint and greedy search, trained on five recordings with `integrations.speechbrain.transducer_loss`.
+"""SpeechBrain: its layers and transducer joint, trained on five recordings with `integrations.speechbrain.transducer_loss`.
 
 SpeechBrain's own loss is a kernel in Numba for CUDA. Numba's simulator runs it on the CPU, on a small batch; it is slow.
 """
@@ -9,8 +9,7 @@ os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")  # read when numba is importe
 
 import speechbrain
 import torch
-from speech import Run, gradient_error, kernel, load_speech, log_mel, padded, relative, word_errors
-from speechbrain.decoders.transducer import TransducerBeamSearcher
+from speech import Run, gradient_error, greedy, kernel, load_speech, log_mel, padded, relative, word_errors
 from speechbrain.nnet.embedding import Embedding
 from speechbrain.nnet.linear import Linear
 from speechbrain.nnet.RNN import GRU, LSTM
@@ -85,19 +84,18 @@ def main():
         losses.append(loss.item())
         steps += 1
     model.eval()
-    searcher = TransducerBeamSearcher(
-        decode_network_lst=[model.embedding, model.decoder],
-        tjoint=model.joint,
-        classifier_network=[model.head],
-        blank_id=BLANK,
-        beam_size=1,
-    )
+
+    def decode(tokens_so_far):
+        return model.decoder(model.embedding(torch.tensor([[BLANK, *tokens_so_far]])))[0][0, -1]
+
+    def score(frame, state):
+        return model.head(model.joint(frame[None, None, None], state[None, None, None]))[0, 0, 0]
+
     heard = []
     with torch.no_grad():
         for row, length in zip(features, lengths):
-            encoded = model.project(model.encoder(row[None, :length])[0])
-            best, *_ = searcher(encoded)
-            heard.append("".join(characters[i - 1] for i in best[0]))
+            encoded = model.project(model.encoder(row[None, :length])[0])[0]
+            heard.append("".join(characters[i - 1] for i in greedy(encoded, decode, score, BLANK)))
     run.note("training: loss before and after", [round(losses[0], 4), round(losses[-1], 6)])
     run.note("training: steps", steps)
     run.expect("training: word error rate", word_errors(texts, heard), 0.0)

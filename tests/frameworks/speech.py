@@ -101,3 +101,23 @@ class Run:
         self.found["failures"] = self.failures
         print(json.dumps(self.found))
         sys.exit(bool(self.failures))
+
+
+@torch.no_grad()
+def greedy(encoded, decode, score, blank, most=300):
+    """The labels of one recording, as many a frame as the model wants: what is learnt by heart may come all at once.
+
+    Args:
+        encoded: (T, H).
+        decode: list of labels -> (H,), the decoder's state after them.
+        score: (H,), (H,) -> (V,).
+    """
+    labels, state = [], decode([])
+    for frame in encoded:
+        while len(labels) < most:
+            best = int(score(frame, state).argmax())
+            if best == blank:
+                break
+            labels.append(best)
+            state = decode(labels)
+    return labels
