@@ -1,4 +1,5 @@
-"""Run the losses inside real frameworks: an environment for each, its run, and what came out in benchmarks/results/frameworks.json.
+"""Run the losses inside real frameworks: an environment for each, its run, and what came out in benchmarks/results/frameworks.json
+and in the docs.
 
     make test-frameworks                       all of them
     python tools/test_frameworks.py nemo       one
@@ -69,6 +70,10 @@ def environment(name: str) -> tuple[Path, float]:
     for arguments in ENVIRONMENTS[name]:
         pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]
         subprocess.run(pip, check=True)
+    if not next(folder.glob("lib/*/site-packages/torch/lib/libtorch_cuda.so"), None):
+        # torchaudio's binary wants CUDA's libraries, and torchaudio imports without it; SpeechBrain needs the import alone.
+        for binary in folder.glob("lib/*/site-packages/torchaudio/lib/*.so"):
+            binary.unlink()
     ready.touch()
     return python, time.monotonic() - start
 
@@ -110,6 +115,35 @@ def run(name: str, seconds: int) -> dict:
     return record
 
 
+PAGES = {
+    "TRANSFORMERS.md": ("transformers", "transformers-oldest"),
+    "NEMO.md": ("nemo",),
+    "MIGRATING.md": ("speechbrain", "espnet"),
+}
+MARK = "<!-- what was run -->"
+
+
+def table(name: str, record: dict) -> str:
+    """What a framework's run has found, in Markdown."""
+    versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
+    verdict = "passed" if record["passed"] else "FAILED: " + "; ".join(record["found"].get("failures", []))
+    rows = [f"**{name}**, {record['date']}, on a CPU: {versions}; {verdict} in {record['seconds']['run']} s.", ""]
+    rows += ["| what | found |", "| --- | --- |"]
+    for what, value in record["found"].items():
+        if what not in ("failures", "paths", "seconds", "version"):
+            rows.append(f"| {what} | {value:.2g} |" if isinstance(value, float) else f"| {what} | {value} |")
+    return "\n".join(rows)
+
+
+def write_docs(results: dict[str, dict]) -> None:
+    """Put the tables at the end of the pages, behind the mark."""
+    for page, names in PAGES.items():
+        path = ROOT / "docs" / page
+        text = path.read_text(encoding="utf-8").split(MARK)[0]
+        tables = [table(name, results[name]) for name in names if name in results]
+        path.write_text(text + MARK + "\n\n" + "\n\n".join([*tables, ""]).rstrip("\n") + "\n", encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run the losses inside real frameworks.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)} (default: all)")
@@ -129,6 +163,8 @@ def main(argv: list[str] | None = None) -> int:
         results[name] = record
         failed += [name] if not record["passed"] else []
         args.output.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    if args.output == RESULTS:
+        write_docs(results)
     print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all passed")
     return bool(failed)
 
