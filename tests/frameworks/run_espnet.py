@@ -31,7 +31,7 @@ from espnet2.asr_transducer.joint_network import JointNetwork  # noqa: E402
 
 def make_model(tokens):
     torch.manual_seed(0)
-    encoder = RNNEncoder(160, num_layers=1, hidden_size=96, output_size=96, dropout=0.0, subsample=None)
+    encoder = RNNEncoder(320, num_layers=1, hidden_size=96, output_size=96, dropout=0.0, subsample=None)
     decoder = TransducerDecoder(len(tokens), hidden_size=96, dropout=0.0, dropout_embed=0.0)
     joint = JointNetwork(len(tokens), 96, 96, joint_space_size=96)
     return ESPnetASRModel(
@@ -60,7 +60,7 @@ def main():
     waveforms, texts = zip(*sorted(zip(*load_speech()), key=lambda pair: -len(pair[0])))
     characters = sorted(set("".join(texts)))
     tokens = ["<blank>", "<unk>", *characters, "<sos/eos>"]
-    features, lengths = padded(log_mel(waveforms))
+    features, lengths = padded(log_mel(waveforms, stack=8))
     labels, sizes = padded([[tokens.index(c) for c in text] for text in texts], value=-1)
     batch = {"speech": features, "speech_lengths": lengths, "text": labels, "text_lengths": sizes}
     model = make_model(tokens)

@@ -141,7 +141,7 @@ class UnformedLogits:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "neural_type":  # what copies, and NeMo's checks of types, ask for
-            raise AttributeError(name)
+            raise AttributeError(f"UnformedLogits has no attribute {name!r}")
         return self._refuse(f".{name}")
 
     def _refuse(self, use: str) -> Any:
