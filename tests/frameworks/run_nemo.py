@@ -76,7 +76,7 @@ def config(labels, loss, *, fuse=False, hybrid=False, activation="relu"):
         },
         "decoding": {
             "strategy": "greedy",
-            "greedy": {"max_symbols": 10},
+            "greedy": {"max_symbols": 100},  # what is learnt by heart comes all at once
             **({"model_type": "tdt", "durations": DURATIONS} if tdt else {}),
         },
         "loss": {"loss_name": loss, f"{loss}_kwargs": {"durations": DURATIONS, "sigma": 0.02} if tdt else {}},
