@@ -25,7 +25,7 @@ CXX_FILES := $(wildcard torch-ext/*.cpp torch-ext/*.h tdt_loss_*/*.cpp tdt_loss_
 export LOCAL_KERNELS := kernels-community/tdt-loss=$(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help build train align test test-kernels-ci fuzz sanitize lint format abi report clean
+.PHONY: help build train align test test-kernels-ci test-frameworks fuzz sanitize lint format abi report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,9 @@ test: build  ## run the whole suite
 
 test-kernels-ci: build  ## run the quick subset that checks a build
 	$(PY) -m pytest -m kernels_ci $(ARGS)
+
+test-frameworks: build  ## train inside transformers, NeMo, SpeechBrain and ESPnet, each in an environment of its own; ARGS="nemo" for one
+	$(PY) tools/test_frameworks.py $(ARGS)
 
 # N cases of each kind; ARGS="--device cuda --kind valid" and so on, see tests/fuzz.py.
 N ?= 1000

@@ -31,7 +31,6 @@ import jiwer
 import numpy as np
 import torch
 import torch.distributed as dist
-from fused_parakeet import use_fused_loss
 from kernels import get_kernel
 from matplotlib.figure import Figure
 from torch.nn.parallel import DistributedDataParallel
@@ -261,9 +260,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak of AdamW's (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument(
-        "--fused", action="store_true", help="compute the loss without the joint network's logits (fused_parakeet.py)"
-    )
+    parser.add_argument("--fused", action="store_true", help="compute the loss without the joint network's logits")
     parser.add_argument("--speech", type=Path, default=HERE / "speech", help="folder of recordings and transcripts")
     parser.add_argument("--output", type=Path, default=OUTPUT / "loss.png", help="where the loss curve goes")
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="where the trained weights go")
@@ -285,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(args.seed)
     model = build_model(vocabulary).to(device)
     if args.fused:
-        use_fused_loss(model, kernel)
+        kernel.use_fused_loss(model)
     else:
         model.loss_function = kernel.parakeet_tdt_loss
 

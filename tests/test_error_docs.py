@@ -15,7 +15,7 @@ def normal(message):
 
 def of_python(package):
     """The message of every `raise` in the package, as a template."""
-    trees = [ast.parse(path.read_text()) for path in sorted(package.glob("*.py"))]
+    trees = [ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))]
     constants = {
         target.id: ast.literal_eval(node.value)
         for tree in trees

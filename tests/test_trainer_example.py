@@ -7,7 +7,6 @@ import example_model
 import pytest
 import torch
 from example_model import EXAMPLES, train_parakeet
-from fused_parakeet import use_fused_loss
 from transformers import TrainerCallback
 
 pytest.importorskip("accelerate", reason="the example needs accelerate")
@@ -95,7 +94,7 @@ def test_accumulated_batches_equal_one_large_batch(kernel, samples, vocabulary, 
 @pytest.mark.parametrize("batches", [1, 2, 4])
 def test_accumulated_batches_of_the_fused_loss(kernel, samples, vocabulary, batches):
     def fuse(model):
-        use_fused_loss(model, kernel, reduction="mean_volume")
+        kernel.use_fused_loss(model, reduction="mean_volume")
 
     def refuse(*args, **kwargs):
         raise AssertionError("the loss of logits ran")

@@ -21,6 +21,7 @@ from .checks import (
 )
 from .fused_autograd import FusedStats, compute_loss
 from .host_ops import draw_seed
+from .report import report
 from .tiles import ACTIVATIONS, Inputs, Problem
 
 __all__ = ["FusedStats", "rnnt_loss_fused_joint", "tdt_loss_fused_joint"]
@@ -104,6 +105,7 @@ def tdt_loss_fused_joint(
         ...                                    durations=[0, 1, 2, 3, 4])
         >>> loss.backward()
     """
+    report("tdt_loss_fused_joint", encoder, fused=True)
     return _fused(
         (encoder, decoder, weight, bias),
         (targets, logit_lengths, target_lengths),
@@ -175,6 +177,7 @@ def rnnt_loss_fused_joint(
         ...                                     torch.tensor([8, 6]), torch.tensor([3, 2]), blank_token_id=31)
         >>> loss.backward()
     """
+    report("rnnt_loss_fused_joint", encoder, fused=True)
     return _fused(
         (encoder, decoder, weight, bias),
         (targets, logit_lengths, target_lengths),

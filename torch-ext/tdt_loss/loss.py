@@ -16,6 +16,7 @@ from .checks import (
     check_vocab,
 )
 from .forward import Occupancy, compute_joint_loss, compute_loss
+from .report import report
 
 __all__ = ["tdt_loss", "tdt_loss_joint"]
 
@@ -119,6 +120,7 @@ def tdt_loss(
         zero_infinity=zero_infinity,
     )
     labels = Labels(token_logits, vocab, targets, logit_lengths, target_lengths)
+    report("tdt_loss", token_logits)
     return compute_loss(
         token_logits,
         duration_logits,
@@ -179,6 +181,7 @@ def tdt_loss_joint(
         ...                              blank_token_id=31, durations=[0, 1, 2, 3, 4])
         >>> loss.backward()
     """
+    report("tdt_loss_joint", logits)
     return compute_joint_loss(
         logits,
         targets,

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .checks import Options, check_reduction
 from .forward import Occupancy, compute_joint_loss
+from .report import report
 
 __all__ = ["rnnt_loss"]
 
@@ -73,6 +74,7 @@ def rnnt_loss(
         3.4657
         >>> loss.backward()
     """
+    report("rnnt_loss", logits)
     return compute_joint_loss(
         logits,
         targets,
