@@ -199,7 +199,7 @@ class Batch:
 
     @cached_property
     def expected_node_lp(self):
-        """(B, max_T, max_U1, R) float64, the first result of the op log_probs: the sum of exp(x - max) of the row, blank_lp, label_lp, dur_lp; R is 3 + D, rounded up to 4."""
+        """(B, max_T, max_U1, R) float64, the first result of the op log_probs: sum of exp(x - max), blank_lp, label_lp, dur_lp; R is 3 + D, rounded up to 4."""
         D = len(self.durations)
         node_lp = torch.zeros(*self.token_logits.shape[:3], (3 + D + 3) // 4 * 4, dtype=torch.float64)
         for b, (T, U) in enumerate(zip(self.logit_lengths.tolist(), self.target_lengths.tolist())):
