@@ -7,6 +7,8 @@ import copy
 import functools
 import inspect
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -684,3 +686,28 @@ def test_other_operands_of_the_wrong_shape(kernel, name, field):
             continue  # this test's own slice of it fails
         with pytest.raises(ValueError, match=f"{field} must have"):
             CALLS[name](kernel, inputs)
+
+
+IMPORT = """
+import torch
+from kernels import get_kernel
+from torch._subclasses import FakeTensorMode
+
+with {mode}:
+    kernel = get_kernel("kernels-community/tdt-loss", version=1)
+logits = torch.zeros(1, 3, 2, 4 + 3, requires_grad=True)
+joint = logits * 1
+rest = torch.tensor([[0]]), torch.tensor([3]), torch.tensor([1]), 3, [0, 1, 2]
+kernel.tdt_loss(joint[..., :4], joint[..., 4:], *rest, sigma=0.05).backward()
+assert abs(logits.grad[0, 0, 0, 0] + 0.64962804) < 1e-6
+"""
+
+
+@pytest.mark.parametrize(
+    "mode", ["torch.inference_mode()", "torch.no_grad()", "FakeTensorMode()", "torch.device('meta')"]
+)
+def test_imported_in_any_mode(mode):
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT.format(mode=mode)], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 _SLICE_BACKWARD = torch.ops.aten.slice_backward.default
@@ -24,7 +25,9 @@ _CAT = torch.ops.aten.cat.default
 
 # A leaf in the graph of every loss of two slices, which gets no gradient. Autograd says that it will visit it in `backward`, but
 # not in `autograd.grad`, which hands the gradients of what it is asked for to the caller: these must be plain tensors.
-ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
+# It is an ordinary tensor whatever mode the package is imported in.
+with torch.inference_mode(False), _disable_current_modes():
+    ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
 
 
 def adjoin(token_logits: Tensor, duration_logits: Tensor) -> bool:
