@@ -13,8 +13,10 @@ struct ArcPair {
 // exp(x) of a sum whose result is of the type of the first argument. Where it is large enough for its last digits to
 // matter beside others, to 1 ulp: the device's expf errs by 2 near 1.
 TDT_HD float exp_of_sum(float, double x) {
-  const Scaled exact = scaled_exp(static_cast<float>(x));
-  return x > -20.0 ? static_cast<float>(2 * exact.m * pow2_or_zero(exact.e - 1)) : expf(static_cast<float>(x));
+  const auto rounded = static_cast<float>(x);
+  if (!(rounded > -20.0f && rounded < 1.0f)) return expf(rounded);  // an arc that does not exist may have any sum
+  const Scaled exact = scaled_exp(rounded);
+  return static_cast<float>(2.0 * exact.m * pow2_or_zero(exact.e - 1));
 }
 TDT_HD double exp_of_sum(double, double x) { return exp(x); }
 

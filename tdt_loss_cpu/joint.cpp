@@ -4,7 +4,7 @@
 // runs over the rows in their order: the same bits for any number of threads, and no map from nodes to rows is needed.
 #include "../tdt_loss_common/joint.h"
 
-#include "../tdt_loss_common/occupancy.h"
+#include "../tdt_loss_common/backend.h"
 
 namespace tdt {
 namespace {
@@ -65,20 +65,6 @@ void Cpu::joint_hidden_backward(const Tensor&, const Joint<S>& joint, const Hidd
   });
 }
 
-template <>
-template <typename Acc>
-void Cpu::node_occupancy(const Tensor&, const Batch& batch, const Saved<Acc>& saved, const Shaping<Acc>& shaping,
-                         Acc* G) {
-  torch::stable::parallel_for(0, batch.nodes(), 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t node = begin; node < end; ++node) {
-      const Node at = batch.node_at(node);
-      Acc G_tdt;
-      const NodeSums<Acc> sums = node_sums(batch, batch.extent(at.b), at, saved, shaping, &G_tdt);
-      G[node] = sums.blank + sums.label;
-    }
-  });
-}
-
 #define TDT_INSTANTIATE(S)                                                                         \
   template void Cpu::joint_hidden<S>(const Tensor&, const Joint<S>&, int64_t, const int32_t*, S*); \
   template void Cpu::joint_hidden_backward<S>(const Tensor&, const Joint<S>&,                      \
@@ -87,10 +73,5 @@ TDT_INSTANTIATE(float)
 TDT_INSTANTIATE(double)
 TDT_INSTANTIATE(Half)
 TDT_INSTANTIATE(BFloat16)
-
-template void Cpu::node_occupancy<float>(const Tensor&, const Batch&, const Saved<float>&, const Shaping<float>&,
-                                         float*);
-template void Cpu::node_occupancy<double>(const Tensor&, const Batch&, const Saved<double>&, const Shaping<double>&,
-                                          double*);
 
 }  // namespace tdt

@@ -1,4 +1,4 @@
-// The occupancy of every arc as tensors, eq. 7, on the CPU: the twin of tdt_loss_cuda/occupancy.cu.
+// The occupancy of every arc and of every node as tensors, eq. 7, on the CPU: the twin of tdt_loss_cuda/occupancy.cu.
 #include "../tdt_loss_common/occupancy.h"
 
 #include <cmath>
@@ -33,7 +33,26 @@ void Cpu::occupancy(const Tensor&, const Batch& batch, const Arcs& arcs, const S
   });
 }
 
+template <>
+template <typename Acc>
+void Cpu::node_occupancy(const Tensor&, const Batch& batch, const Saved<Acc>& saved, const Shaping<Acc>& shaping,
+                         Acc* G) {
+  torch::stable::parallel_for(0, batch.nodes(), 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t node = begin; node < end; ++node) {
+      const Node at = batch.node_at(node);
+      Acc G_tdt;
+      const NodeSums<Acc> sums = node_sums(batch, batch.extent(at.b), at, saved, shaping, &G_tdt);
+      G[node] = sums.blank + sums.label;
+    }
+  });
+}
+
 template void Cpu::occupancy<float>(const Tensor&, const Batch&, const Arcs&, const Saved<float>&, float*, float*);
 template void Cpu::occupancy<double>(const Tensor&, const Batch&, const Arcs&, const Saved<double>&, double*, double*);
+
+template void Cpu::node_occupancy<float>(const Tensor&, const Batch&, const Saved<float>&, const Shaping<float>&,
+                                         float*);
+template void Cpu::node_occupancy<double>(const Tensor&, const Batch&, const Saved<double>&, const Shaping<double>&,
+                                          double*);
 
 }  // namespace tdt

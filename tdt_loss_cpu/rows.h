@@ -24,6 +24,7 @@
 
 namespace tdt::cpu {
 
+constexpr int64_t kGrain = 16;       // rows per task at least: a row costs about a microsecond at V = 1024
 constexpr int kLanes = 16;           // independent partial sums: one AVX-512 register of float32
 constexpr int kPiece = 64 * kLanes;  // summed by itself, so that a long row's sum is not rounded element by element
 

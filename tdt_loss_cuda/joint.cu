@@ -1,6 +1,5 @@
 // The hidden layer of the joint network on the GPU, for tiles of the loss without the logits: the rows themselves, and
-// their gradient summed into that of the encoder and of the prediction network (joint.h); and the occupancy of every
-// node, which says which rows backward needs.
+// their gradient summed into that of the encoder and of the prediction network (joint.h).
 //
 // Rows: a warp each, 16 bytes a thread at a time. Gradient: d f_t is the sum over the rows of frame (b, t), which are
 // neighbours in a tile, since it is sorted by node; the warp that has the first of them takes them all. d g_u is the
@@ -8,8 +7,8 @@
 // at a time. Either way one warp adds the rows of a sum in their order and no other touches it: no atomics, same bits
 // always. Sums are float32 (float64 for float64 inputs), and a tile adds to what the tiles before it have left. Mask
 // and activation are computed again from node and inputs.
+#include "../tdt_loss_common/backend.h"
 #include "../tdt_loss_common/joint.h"
-#include "../tdt_loss_common/occupancy.h"
 #include "rows.cuh"
 
 namespace tdt {
@@ -195,18 +194,6 @@ __global__ void __launch_bounds__(kBlock, 2)
   }
 }
 
-template <typename Acc>
-__global__ void __launch_bounds__(kBlock, 4)
-    node_occupancy_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Saved<Acc> saved,
-                          const __grid_constant__ Shaping<Acc> shaping, Acc* G) {
-  const int64_t node = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
-  if (node >= batch.nodes()) return;
-  const Node at = batch.node_at(node);
-  Acc G_tdt;
-  const NodeSums<Acc> sums = node_sums(batch, batch.extent(at.b), at, saved, shaping, &G_tdt);
-  G[node] = sums.blank + sums.label;
-}
-
 // Calls f with the number of hidden units that a thread handles at a time; `rows`: where rows are read or written
 // beside those of the joint network.
 template <typename S, typename F>
@@ -256,16 +243,6 @@ void Cuda::joint_hidden_backward(const Tensor& like, const Joint<S>& joint,
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template <>
-template <typename Acc>
-void Cuda::node_occupancy(const Tensor& like, const Batch& batch, const Saved<Acc>& saved, const Shaping<Acc>& shaping,
-                          Acc* G) {
-  const cuda::LaunchScope scope(like);
-  cuda::node_occupancy_kernel<Acc>
-      <<<cuda::blocks_for(batch.nodes(), cuda::kBlock), cuda::kBlock, 0, scope.stream()>>>(batch, saved, shaping, G);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
 #define TDT_INSTANTIATE(S)                                                                          \
   template void Cuda::joint_hidden<S>(const Tensor&, const Joint<S>&, int64_t, const int32_t*, S*); \
   template void Cuda::joint_hidden_backward<S>(const Tensor&, const Joint<S>&,                      \
@@ -274,10 +251,5 @@ TDT_INSTANTIATE(float)
 TDT_INSTANTIATE(double)
 TDT_INSTANTIATE(Half)
 TDT_INSTANTIATE(BFloat16)
-
-template void Cuda::node_occupancy<float>(const Tensor&, const Batch&, const Saved<float>&, const Shaping<float>&,
-                                          float*);
-template void Cuda::node_occupancy<double>(const Tensor&, const Batch&, const Saved<double>&, const Shaping<double>&,
-                                           double*);
 
 }  // namespace tdt

@@ -1,5 +1,6 @@
-// The occupancy of every arc as tensors, eq. 7 (equations: lattice.cu), for alignment-based losses and plots: a thread
-// for each node and arc pair.
+// Occupancies as tensors, eq. 7 (equations: lattice.cu): of every arc, for alignment-based losses and plots, by a
+// thread for each node and arc pair; and the sum of each node, which says which rows the backward of the fused losses
+// needs, by a thread for each node.
 #include "../tdt_loss_common/occupancy.h"
 
 #include "launch.cuh"
@@ -31,6 +32,18 @@ __global__ void __launch_bounds__(kBlock)
   if (arcs.has_label(i)) label[out] = occ.label;
 }
 
+template <typename Acc>
+__global__ void __launch_bounds__(kBlock, 4)
+    node_occupancy_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Saved<Acc> saved,
+                          const __grid_constant__ Shaping<Acc> shaping, Acc* G) {
+  const int64_t node = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
+  if (node >= batch.nodes()) return;
+  const Node at = batch.node_at(node);
+  Acc G_tdt;
+  const NodeSums<Acc> sums = node_sums(batch, batch.extent(at.b), at, saved, shaping, &G_tdt);
+  G[node] = sums.blank + sums.label;
+}
+
 }  // namespace
 }  // namespace cuda
 
@@ -44,7 +57,22 @@ void Cuda::occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, c
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+template <>
+template <typename Acc>
+void Cuda::node_occupancy(const Tensor& like, const Batch& batch, const Saved<Acc>& saved, const Shaping<Acc>& shaping,
+                          Acc* G) {
+  const cuda::LaunchScope scope(like);
+  cuda::node_occupancy_kernel<Acc>
+      <<<cuda::blocks_for(batch.nodes(), cuda::kBlock), cuda::kBlock, 0, scope.stream()>>>(batch, saved, shaping, G);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 template void Cuda::occupancy<float>(const Tensor&, const Batch&, const Arcs&, const Saved<float>&, float*, float*);
 template void Cuda::occupancy<double>(const Tensor&, const Batch&, const Arcs&, const Saved<double>&, double*, double*);
+
+template void Cuda::node_occupancy<float>(const Tensor&, const Batch&, const Saved<float>&, const Shaping<float>&,
+                                          float*);
+template void Cuda::node_occupancy<double>(const Tensor&, const Batch&, const Saved<double>&, const Shaping<double>&,
+                                           double*);
 
 }  // namespace tdt

@@ -96,27 +96,4 @@ void joint_hidden_backward_(const OptionalTensor& d_encoder, const OptionalTenso
   });
 }
 
-// G (B, T, U1): what the gradient of each node's logits is proportional to. 0 where there is none, NaN at the valid
-// nodes of a sample with NaN.
-template <class Backend>
-Tensor node_occupancy(const Tensor& node_lp, const Tensor& ll, const Tensor& alpha_beta, const Tensor& targets,
-                      const Tensor& logit_lengths, const Tensor& target_lengths, const DurationList& durations,
-                      int64_t vocab, double omega, double fastemit_lambda) {
-  const Arcs arcs = arcs_of(durations);
-  const int lattices = lattices_of(arcs, omega);
-  const auto D = static_cast<int64_t>(durations.size());
-  const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, D);
-  check_node_lp(node_lp, D);
-  check_saved(batch, lattices, node_lp.scalar_type(), node_lp, ll, alpha_beta);
-  Tensor G = empty_on(node_lp, {batch.B, batch.max_T, batch.max_U1}, node_lp.scalar_type());
-  if (batch.nodes() == 0) return G;
-  dispatch_accumulate(node_lp.scalar_type(), [&](auto zero) {
-    using Acc = decltype(zero);
-    const Saved<Acc> saved{const_data<Acc>(node_lp), nullptr, const_data<double>(ll), const_data<double>(alpha_beta)};
-    const auto shaping = Shaping<Acc>::of(0, arcs, Mixture::of(lattices, omega), fastemit_lambda, 0.0);
-    Backend::node_occupancy(node_lp, batch, saved, shaping, mutable_data<Acc>(G));
-  });
-  return G;
-}
-
 }  // namespace tdt

@@ -1,8 +1,9 @@
 // Registers the ops with the stable ABI. The namespace is the extension's own name, so two builds never collide.
 #include "torch_binding.h"
 
-#include "align_op.h"
+#include "align_ops.h"
 #include "joint_ops.h"
+#include "occupancy_ops.h"
 #include "registration.h"
 
 // One more level of macro expansion: TORCH_EXTENSION_NAME must become its value before it is pasted into names.
