@@ -143,7 +143,7 @@ def check_example(kernel, rank, device):
             if isinstance(module, torch.nn.BatchNorm1d):
                 module.eval()
         if fused:
-            example.use_fused_loss(model, kernel)
+            kernel.use_fused_loss(model)
         else:
             model.loss_function = kernel.parakeet_tdt_loss
         model(**batch_of(slice(None))).loss.backward()

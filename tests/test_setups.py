@@ -98,11 +98,12 @@ def assert_same_outcome(actual, expected):
 
 
 def test_every_public_function_is_called_here(kernel):
-    public = [name for name in kernel.__all__ if inspect.isfunction(getattr(kernel, name))]
+    of_models = {"info", "restore_loss", "use_fused_loss", "use_loss"}  # take no tensors: test_integrations_*.py
+    public = [name for name in kernel.__all__ if inspect.isfunction(getattr(kernel, name)) and name not in of_models]
     public += [
         name for name in dir(kernel.layers) if inspect.isclass(vars(kernel.layers)[name]) and name.endswith("Loss")
     ]
-    assert sorted(public) == sorted(CALLS)
+    assert of_models <= set(kernel.__all__) and sorted(public) == sorted(CALLS)
 
 
 # Pinned labels and lengths
