@@ -36,8 +36,8 @@ using ShortRows = Shape<kWarp, 16>;
 // eq. 8: softmax(x)_v * G, less G_blank and G_label at their columns, times the upstream gradient.
 template <typename Acc>
 struct TokenGradient {
-  Acc max, share, scaled_blank,
-      scaled_label;  // share: G times the upstream gradient over the row's sum of exp(x - max)
+  // share: G times the upstream gradient over the row's sum of exp(x - max)
+  Acc max, share, scaled_blank, scaled_label;
   int blank, label;  // label -1: no such column
   Acc limit;         // of every entry: clamp times the upstream gradient, or +inf
 

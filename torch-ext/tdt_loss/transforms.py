@@ -56,7 +56,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
-        return *_gradient(ctx, grad_loss), *(None,) * (_TENSORS + 1 - 2)
+        return *_gradient(ctx, grad_loss), *(None,) * (_TENSORS - 1)  # the labels, and the constants
 
     @staticmethod
     def jvp(ctx, *tangents):

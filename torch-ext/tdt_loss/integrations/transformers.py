@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..fused import rnnt_loss_fused_joint, tdt_loss_fused_joint
 from ..report import report
-from ..transformers_loss import _OF_THE_MODEL, parakeet_rnnt_loss, parakeet_tdt_loss, reduce_accumulated
+from ..transformers_loss import _OF_THE_MODEL, _PADDING, parakeet_rnnt_loss, parakeet_tdt_loss, reduce_accumulated
 from .heads import ACTIVATIONS, Head
 from .patch import FUSED_OPTIONS, SETTINGS, Patched, UnformedLogits, checked_options, fused_or_dense, patch, view_of
 
@@ -28,7 +28,6 @@ JOINTS = (
 )
 # Keyword arguments that the models take beside the named ones of their forward: transformers', and those of the encoders.
 PASSED_ON = _OF_THE_MODEL | {"num_lookahead_tokens", "padding_cache", "past_key_values"}
-_PADDING = -100
 
 
 def model_name(module: nn.Module) -> str | None:
