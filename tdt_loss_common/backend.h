@@ -94,6 +94,21 @@ struct LatticeOutput {
   double* alpha_beta;  // (lattices, 2, B, T, U1): written at valid nodes alone
 };
 
+// Of the losses without logits: tile.h and band.h.
+template <typename Acc>
+struct TileLogProbs;
+template <typename S, typename Acc>
+struct TileGradient;
+template <typename S, typename Acc>
+struct BoundColumns;
+template <typename Acc>
+struct BoundRows;
+template <typename Acc>
+struct Posterior;
+template <typename Acc>
+struct Selection;
+struct RowTable;
+
 enum class Device { kCpu, kCuda };
 
 // `like` names the device, and allocates what a stage needs for itself.
@@ -134,6 +149,22 @@ struct Backend {
   template <typename Acc>
   static void node_occupancy(const Tensor& like, const Batch& batch, const Saved<Acc>& saved,
                              const Shaping<Acc>& shaping, Acc* G);
+  // eq. 1-3 of a tile, and eq. 7-9
+  template <typename Acc>
+  static void tile_log_probs(const Tensor& like, const TileLogProbs<Acc>& task);
+  template <typename S>
+  static void tile_gradient(const Tensor& like, const TileGradient<S, accumulate_t<S>>& task);
+  // The band: the narrowed head, upper bounds of nodes, their posterior probabilities, which are kept
+  template <typename S>
+  static void bound_columns(const Tensor& like, const BoundColumns<S, accumulate_t<S>>& task);
+  template <typename Acc>
+  static void bound_rows(const Tensor& like, const BoundRows<Acc>& task);
+  template <typename Acc>
+  static void posterior(const Tensor& like, const Posterior<Acc>& task);
+  template <typename Acc>
+  static void select(const Tensor& like, const Selection<Acc>& task);
+  // The nodes of the first n rows of a table
+  static void list_rows(const Tensor& like, const RowTable& table, int64_t n, int32_t* nodes);
 };
 
 using Cpu = Backend<Device::kCpu>;

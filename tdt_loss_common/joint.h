@@ -39,14 +39,15 @@ struct Dropout {
   uint32_t threshold;  // p * 2^32; 0: no dropout
   double scale;
   uint64_t seed;
+  int64_t first_node;  // of these samples in the batch that is drawn for
 
-  static Dropout of(double p, int64_t seed) {
+  static Dropout of(double p, int64_t seed, int64_t first_node) {
     const auto threshold = static_cast<uint32_t>(p * 4294967296.0);
-    return {threshold, 1.0 / (1.0 - threshold / 4294967296.0), static_cast<uint64_t>(seed)};
+    return {threshold, 1.0 / (1.0 - threshold / 4294967296.0), static_cast<uint64_t>(seed), first_node};
   }
   // One call serves the four units 4 * group to 4 * group + 3 of a node.
   TDT_HD Random4 words(int64_t node, int group) const {
-    return philox(seed, static_cast<uint32_t>(node), static_cast<uint32_t>(group));
+    return philox(seed, static_cast<uint32_t>(first_node + node), static_cast<uint32_t>(group));
   }
   template <typename Acc>
   TDT_HD Acc factor(uint32_t word) const {

@@ -8,7 +8,8 @@ namespace tdt {
 
 // What every op on the hidden layer is given, checked. `nodes`: the dense node index (b * T + t) * U1 + u of each row.
 template <typename S>
-Joint<S> joint_of(const Tensor& encoder, const Tensor& decoder, int64_t activation, double dropout, int64_t seed) {
+Joint<S> joint_of(const Tensor& encoder, const Tensor& decoder, int64_t activation, double dropout, int64_t seed,
+                  int64_t first_node) {
   Joint<S> joint{};
   joint.batch.B = static_cast<int>(encoder.size(0));
   joint.batch.max_T = static_cast<int>(encoder.size(1));
@@ -19,7 +20,7 @@ Joint<S> joint_of(const Tensor& encoder, const Tensor& decoder, int64_t activati
   joint.encoder = const_data<S>(encoder);
   joint.decoder = const_data<S>(decoder);
   joint.activation = static_cast<Activation>(activation);
-  joint.dropout = Dropout::of(dropout, seed);
+  joint.dropout = Dropout::of(dropout, seed, first_node);
   return joint;
 }
 
@@ -52,12 +53,12 @@ inline void check_joint(const Tensor& encoder, const Tensor& decoder, const Tens
 // hidden (rows, H): the hidden layer of the nodes.
 template <class Backend>
 void joint_hidden_(const Tensor& hidden, const Tensor& encoder, const Tensor& decoder, const Tensor& nodes,
-                   int64_t activation, double dropout, int64_t seed) {
+                   int64_t activation, double dropout, int64_t seed, int64_t first_node) {
   check_joint(encoder, decoder, nodes, hidden, "hidden", activation, dropout);
   if (hidden.numel() == 0) return;
   dispatch_logits(encoder.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
-    Backend::joint_hidden(encoder, joint_of<S>(encoder, decoder, activation, dropout, seed), nodes.size(0),
+    Backend::joint_hidden(encoder, joint_of<S>(encoder, decoder, activation, dropout, seed, first_node), nodes.size(0),
                           const_data<int32_t>(nodes), mutable_data<S>(hidden));
   });
 }
@@ -68,7 +69,8 @@ void joint_hidden_(const Tensor& hidden, const Tensor& encoder, const Tensor& de
 template <class Backend>
 void joint_hidden_backward_(const OptionalTensor& d_encoder, const OptionalTensor& d_decoder, const Tensor& d_hidden,
                             const Tensor& encoder, const Tensor& decoder, const Tensor& nodes, int64_t activation,
-                            double dropout, int64_t seed, const Tensor& row_of_node, int64_t first) {
+                            double dropout, int64_t seed, int64_t first_node, const Tensor& row_of_node,
+                            int64_t first) {
   check_joint(encoder, decoder, nodes, d_hidden, "d_hidden", activation, dropout);
   STD_TORCH_CHECK(row_of_node.scalar_type() == ScalarType::Int && row_of_node.is_contiguous() &&
                       row_of_node.numel() == encoder.size(0) * encoder.size(1) * decoder.size(1) &&
@@ -92,7 +94,8 @@ void joint_hidden_backward_(const OptionalTensor& d_encoder, const OptionalTenso
                                           first,
                                           d_encoder ? mutable_data<Acc>(*d_encoder) : nullptr,
                                           d_decoder ? mutable_data<Acc>(*d_decoder) : nullptr};
-    Backend::joint_hidden_backward(encoder, joint_of<S>(encoder, decoder, activation, dropout, seed), gradient);
+    Backend::joint_hidden_backward(encoder, joint_of<S>(encoder, decoder, activation, dropout, seed, first_node),
+                                   gradient);
   });
 }
 

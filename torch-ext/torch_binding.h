@@ -58,26 +58,6 @@ std::tuple<Tensor, Tensor> log_probs(const Tensor& logits, const OptionalTensor&
   return {node_lp, row_max};
 }
 
-// The same of the nodes of a tile, into node_lp and row_max.
-template <class Backend>
-void log_probs_tile_(const Tensor& tile, const Tensor& nodes, const Tensor& node_lp, const Tensor& row_max,
-                     const Tensor& targets, const Tensor& logit_lengths, const Tensor& target_lengths, int64_t blank,
-                     int64_t vocab, int64_t num_durations, double sigma, double delay_penalty) {
-  const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, num_durations);
-  check_node_lp(node_lp, num_durations);
-  check_row_max(row_max, node_lp);
-  check_blank(blank, vocab);
-  check_penalties(batch, sigma, delay_penalty);
-  const NodeList list = check_tile(tile, nodes, node_lp, vocab + num_durations);
-  if (list.n == 0) return;
-  dispatch_logits(tile.scalar_type(), [&](auto zero) {
-    using S = decltype(zero);
-    Backend::log_probs(tile, batch, list, logit_rows<S>(tile, std::nullopt, vocab),
-                       node_records<accumulate_t<S>>(node_lp, row_max),
-                       {static_cast<int>(blank), sigma, delay_penalty});
-  });
-}
-
 // eq. 4-5: ll (lattices, B), and where a gradient is wanted alpha_beta (lattices, 2, B, T, U1), else (0,).
 template <class Backend>
 std::tuple<Tensor, Tensor> lattice(const Tensor& node_lp, const Tensor& targets, const Tensor& logit_lengths,
@@ -226,22 +206,6 @@ void gradient_(const Tensor& grad_loss, const Tensor& weights, const Tensor& log
   dense_gradient_into<Backend>(logits, std::nullopt, logits, std::nullopt,
                                {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, row_max, ll,
                                 alpha_beta, blank, durations, omega, fastemit_lambda, clamp});
-}
-
-// The gradient of a tile of joint logits, written over them.
-template <class Backend>
-void gradient_tile_(const Tensor& grad_loss, const Tensor& weights, const Tensor& tile, const Tensor& nodes,
-                    const Tensor& targets, const Tensor& logit_lengths, const Tensor& target_lengths,
-                    const Tensor& node_lp, const Tensor& row_max, const Tensor& ll, const Tensor& alpha_beta,
-                    int64_t blank, int64_t vocab, const DurationList& durations, double omega, double fastemit_lambda,
-                    double clamp) {
-  const auto D = static_cast<int64_t>(durations.size());
-  const Batch batch = batch_of(node_lp, targets, logit_lengths, target_lengths, vocab, D);
-  check_blank(blank, vocab);
-  const NodeList list = check_tile(tile, nodes, node_lp, vocab + D);
-  gradient_into<Backend>(tile, std::nullopt, tile, std::nullopt, batch, list,
-                         {grad_loss, weights, targets, logit_lengths, target_lengths, node_lp, row_max, ll, alpha_beta,
-                          blank, durations, omega, fastemit_lambda, clamp});
 }
 
 }  // namespace tdt

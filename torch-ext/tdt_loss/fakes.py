@@ -86,6 +86,29 @@ def fake_align(node_lp, targets, logit_lengths, target_lengths, durations, vocab
     return frames, torch.empty_like(frames), node_lp.new_empty((node_lp.shape[0],))
 
 
+def fake_bound_columns(weight, bias, targets, *rest):
+    batch, columns, dtype = targets.shape[0], rest[-1], accumulate_dtype(weight.dtype)
+    sizes = (batch, columns)
+    return (
+        weight.new_empty((*sizes, weight.shape[1])),
+        weight.new_empty(sizes, dtype=dtype),
+        weight.new_empty(sizes, dtype=dtype),
+    )
+
+
+def fake_posterior(like, *rest):
+    return like.new_empty(like.shape[:3])
+
+
+def fake_select_nodes_(known, mass, ll, *rest):
+    return (
+        mass.new_empty((mass.numel(),), dtype=torch.int32),
+        torch.empty_like(mass, dtype=torch.int32),
+        mass.new_empty((1,), dtype=torch.int32),
+        mass.new_empty((mass.shape[0],), dtype=torch.float64),
+    )
+
+
 def _fake_in_place(*args):
     return None
 
@@ -104,6 +127,11 @@ for _name, _fake in {
     "align": fake_align,
     "joint_hidden_": _fake_in_place,
     "joint_hidden_backward_": _fake_in_place,
+    "list_rows_": _fake_in_place,
+    "bound_columns": fake_bound_columns,
+    "bound_rows_": _fake_in_place,
+    "posterior": fake_posterior,
+    "select_nodes_": fake_select_nodes_,
 }.items():
     torch.library.register_fake(add_op_namespace_prefix(_name))(_fake)
 

@@ -1,4 +1,4 @@
-"""The loss without the logits: joint network and transducer loss in one function, as users call it (how: tiles.py)."""
+"""The loss without the logits: joint network and transducer loss in one function, as users call it (how: fused_passes.py)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -49,6 +49,7 @@ def tdt_loss_fused_joint(
     zero_infinity: bool = False,
     max_tile_bytes: int = 256 << 20,
     occupancy_threshold: float = 0.0,
+    tolerance: float = 1e-6,
     return_stats: bool = False,
 ) -> Union[Tensor, tuple[Tensor, FusedStats]]:
     r"""TDT loss of a joint network's inputs, without its logits: the same number as ::
@@ -58,16 +59,21 @@ def tdt_loss_fused_joint(
         loss = tdt_loss_joint(logits, targets, logit_lengths, target_lengths, blank_token_id, durations, sigma, reduction)
 
     with gradients for ``encoder``, ``decoder``, ``weight`` and ``bias``, in the memory of one tile. Logits are computed
-    twice, forward and again in backward, for the nodes that need them: none in the padding, and in backward only the nodes
-    with a share in the alignments, which in a trained model are few.
+    forward and again in backward, for the nodes that need them: none in the padding, and no more than ``tolerance`` asks
+    for. Upper bounds of all nodes, at a few per cent of the price, say where the alignments can be; the logits of those nodes
+    are computed in full, one in ten or fewer of a trained model's, all of them where the bounds leave no choice. What
+    the others could add is known and at most the tolerance, so the loss is that of all rows (docs/GUARANTEE.md).
 
-    Products are computed in the dtype of ``encoder`` and ``decoder``, or in that of an enclosing autocast; float32
-    parameters of 16-bit activations are cast once. Every sum over rows or tiles (of ``weight``, ``bias``, ``encoder``,
+    Operands are multiplied in the dtype of ``encoder`` and ``decoder``, or in that of an enclosing autocast; float32
+    parameters of 16-bit activations are cast once. Logits of 16-bit operands are float32, not rounded to 16 bits as in the
+    lines above: the loss is that of the same operands in float64 to within 1e-5 of itself. The gradient of the logits
+    is 16-bit again, as a factor of the next products. Every sum over rows or tiles (of ``weight``, ``bias``, ``encoder``,
     ``decoder``) is float32. The same call gives the same bits; another ``max_tile_bytes``, or other samples beside a sample,
     may move the last ones.
 
     The lengths are read on the host, to know how many rows there are: pass them on the CPU and this waits for nothing.
-    Backward waits once, for the number of rows it has to compute: a CUDA graph cannot hold it.
+    Forward waits once or twice for the number of rows of the band, backward once for that of its own: a CUDA graph cannot
+    hold them (with ``tolerance=0`` it can hold the forward).
 
     Args:
         encoder: (B, T, H) output of the encoder, projected to the joint network's width; float32, bfloat16, float16 or
@@ -86,6 +92,10 @@ def tdt_loss_fused_joint(
         occupancy_threshold: nodes whose occupancy (the posterior probability that the alignment passes through, times
             1 + fastemit_lambda for label arcs) is at most this have no gradient. 0 leaves out those whose occupancy is
             exactly 0 in float32, whose gradient is 0 anyway.
+        tolerance: nats, in [0, 1]. The loss of each sample is at least that of all rows, rounding aside, and at most this
+            above it, and the occupancy that its gradient leaves out adds up to no more than this in forward, and than this
+            in backward; both times the loss of the sample where that is below 1, so that small gradients keep their relative
+            precision. The default is below what float32 rounds. 0: every valid row is computed.
         return_stats: return :class:`FusedStats` as well; under ``torch.compile`` it stays empty.
 
     Returns:
@@ -124,6 +134,7 @@ def tdt_loss_fused_joint(
         dropout,
         max_tile_bytes,
         occupancy_threshold,
+        tolerance,
         return_stats,
     )
 
@@ -148,6 +159,7 @@ def rnnt_loss_fused_joint(
     zero_infinity: bool = False,
     max_tile_bytes: int = 256 << 20,
     occupancy_threshold: float = 0.0,
+    tolerance: float = 1e-6,
     return_stats: bool = False,
 ) -> Union[Tensor, tuple[Tensor, FusedStats]]:
     r"""RNN-T loss of a joint network's inputs, without its logits.
@@ -155,7 +167,7 @@ def rnnt_loss_fused_joint(
     :func:`rnnt_loss` as :func:`tdt_loss_fused_joint` is :func:`tdt_loss_joint`; everything said there holds.
 
     Args:
-        encoder, decoder, bias, activation, dropout, max_tile_bytes, occupancy_threshold, return_stats: as in
+        encoder, decoder, bias, activation, dropout, max_tile_bytes, occupancy_threshold, tolerance, return_stats: as in
             :func:`tdt_loss_fused_joint`.
         weight: (V, H) of the joint network's last layer.
         targets, logit_lengths, target_lengths, blank_token_id, reduction, sigma, fastemit_lambda, clamp, delay_penalty,
@@ -195,6 +207,7 @@ def rnnt_loss_fused_joint(
         dropout,
         max_tile_bytes,
         occupancy_threshold,
+        tolerance,
         return_stats,
     )
 
@@ -210,6 +223,7 @@ def _fused(
     dropout: float,
     max_tile_bytes: int,
     occupancy_threshold: float,
+    tolerance: float,
     return_stats: bool,
 ) -> Union[Tensor, tuple[Tensor, FusedStats]]:
     name, dense = ("tdt_loss_fused_joint", "tdt_loss_joint") if durations else ("rnnt_loss_fused_joint", "rnnt_loss")
@@ -236,6 +250,7 @@ def _fused(
         _number_that("dropout", dropout, "in [0, 1)", lambda p: 0 <= p < 1),
         int(_number_that("max_tile_bytes", max_tile_bytes, "positive", lambda n: 0 < n < math.inf)),
         _number_that("occupancy_threshold", occupancy_threshold, "at least 0", lambda g: g >= 0),
+        _number_that("tolerance", tolerance, "in [0, 1]", lambda nats: 0 <= nats <= 1),
         _product_dtype(*operands),
     )
     seed = draw_seed() if dropout > 0 else None

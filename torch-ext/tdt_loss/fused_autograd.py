@@ -10,7 +10,8 @@ from ._ops import add_op_namespace_prefix, ops
 from .autograd import NO_DOUBLE_BACKWARD
 from .checks import holds_values
 from .fakes import accumulate_dtype, fake_lattice, fake_reduce, record_size
-from .tiles import Inputs, Problem, fused_backward, fused_forward
+from .fused_passes import Forward, fused_backward, fused_forward
+from .tiles import Inputs, Problem
 
 
 @dataclass
@@ -18,17 +19,25 @@ class FusedStats:
     """What a fused loss has done, filled in as it happens.
 
     Attributes:
-        valid_rows: the nodes of the batch, padding not counted, whose logits forward computes.
-        live_rows: those of them whose logits backward computes again; None before backward.
-        dropped_mass: what ``occupancy_threshold`` has left out at most, a tensor () on the device of the loss; None before
-            backward. The absolute gradients of the losses with respect to the token logits of all left-out nodes add up to
-            no more than this, and so do those with respect to their duration logits (before clamp, reduction and
-            upstream gradient).
+        valid_rows: the nodes of the batch, padding not counted.
+        forward_rows: those of them whose logits forward has computed in full; fewer than all with a ``tolerance``.
+        live_rows: those whose logits backward has computed; None before backward.
+        gap: (B,) nats, float64, on the device of the loss: the loss of each sample without reduction is at least that of all
+            rows, rounding aside, and at most this above it. It is guaranteed, not estimated, and at most the ``tolerance``.
+        dropped_mass: what the gradient lacks at most, a tensor () on the device of the loss; None before backward. The
+            absolute gradients of the losses with respect to the token logits of all left-out nodes add up to no more than
+            this, and so do those with respect to their duration logits (before clamp, reduction and upstream gradient).
+            Left out are the nodes that forward has not computed and, in backward, those of least occupancy.
     """
 
     valid_rows: Optional[int] = None
+    forward_rows: Optional[int] = None
     live_rows: Optional[int] = None
+    gap: Optional[Tensor] = None
     dropped_mass: Optional[Tensor] = None
+
+    def of_forward(self, forward: Forward) -> None:
+        self.valid_rows, self.forward_rows, self.gap = forward.valid_rows, forward.forward_rows, forward.gap
 
 
 def compute_loss(inputs: Inputs, problem: Problem) -> tuple[Tensor, FusedStats]:
@@ -39,25 +48,28 @@ def compute_loss(inputs: Inputs, problem: Problem) -> tuple[Tensor, FusedStats]:
     stats = FusedStats()
     if need_grad:
         return _FusedLoss.apply(problem, stats, *inputs), stats
-    (loss, *_), stats.valid_rows = fused_forward(inputs, problem, need_grad=False)
-    return loss, stats
+    forward = fused_forward(inputs, problem, need_grad=False)
+    stats.of_forward(forward)
+    return forward.outputs[0], stats
 
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, problem, stats, *inputs):
-        (loss, *saved), stats.valid_rows = fused_forward(Inputs(*inputs), problem, need_grad=True)
+        forward = fused_forward(Inputs(*inputs), problem, need_grad=True)
+        stats.of_forward(forward)
         ctx.problem, ctx.stats = problem, stats
-        ctx.save_for_backward(*_kept(inputs), *saved)
+        loss, *saved = forward.outputs
+        ctx.save_for_backward(*_kept(inputs), *saved, forward.dropped)
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss):
         tensors = ctx.saved_tensors  # once: torch.utils.checkpoint computes them for that
-        inputs, saved, weights = Inputs(*tensors[:_INPUTS]), tensors[_INPUTS:-1], tensors[-1]
+        inputs, (*saved, weights, dropped) = Inputs(*tensors[:_INPUTS]), tensors[_INPUTS:]
         wanted = ctx.needs_input_grad[2:6]
         grads, ctx.stats.live_rows, ctx.stats.dropped_mass = fused_backward(
-            grad_loss, inputs, ctx.problem, saved, weights, wanted
+            grad_loss, inputs, ctx.problem, saved, weights, dropped, wanted
         )
         if torch.is_grad_enabled():
             grads = _NoSecondDerivative.apply(len(grads), *grads, grad_loss, *inputs.operands)
@@ -94,9 +106,9 @@ _TENSORS = (
 _SCALARS = (
     "int blank, int vocab, int[] durations, float sigma, float delay_penalty, float omega, float fastemit_lambda, "
     "float clamp, bool zero_infinity, int reduction, int activation, float dropout, int max_tile_bytes, "
-    "float occupancy_threshold, ScalarType dtype"
+    "float occupancy_threshold, float tolerance, ScalarType dtype"
 )
-_SAVED = "Tensor node_lp, Tensor row_max, Tensor ll, Tensor alpha_beta"
+_SAVED = "Tensor node_lp, Tensor row_max, Tensor ll, Tensor alpha_beta, Tensor weights, Tensor dropped"
 # Both wait for numbers of rows, so the CUDA graphs of torch.compile must leave them out. Older versions of torch lack the tag.
 _TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
 
@@ -105,11 +117,11 @@ _TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") e
     add_op_namespace_prefix("fused_loss"),
     mutates_args=(),
     tags=_TAGS,
-    schema=f"({_TENSORS}, {_SCALARS}, bool need_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_TENSORS}, {_SCALARS}, bool need_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _fused_loss(*args):
-    outputs, _ = fused_forward(Inputs(*args[:_INPUTS]), Problem(*args[_INPUTS:-1]), args[-1])
-    return outputs
+    forward = fused_forward(Inputs(*args[:_INPUTS]), Problem(*args[_INPUTS:-1]), args[-1])
+    return *forward.outputs, forward.dropped
 
 
 @_fused_loss.register_fake
@@ -121,7 +133,7 @@ def _(*args):
     row_max = node_lp.new_empty(shape)
     ll, alpha_beta = fake_lattice(node_lp, *inputs.labels, p.durations, p.vocab, p.omega, need_grad)
     loss, weights = fake_reduce(ll, inputs.target_lengths, like, p.omega, p.zero_infinity, p.reduction)
-    return loss, node_lp, row_max, ll, alpha_beta, weights
+    return loss, node_lp, row_max, ll, alpha_beta, weights, ll.new_empty((ll.shape[1],))
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -147,14 +159,14 @@ _fused_loss.register_autograd(_backward, setup_context=_setup)
     add_op_namespace_prefix("fused_gradient"),
     mutates_args=(),
     tags=_TAGS,
-    schema=f"(Tensor grad_loss, {_TENSORS}, {_SAVED}, Tensor weights, {_SCALARS}, bool[] wanted) "
+    schema=f"(Tensor grad_loss, {_TENSORS}, {_SAVED}, {_SCALARS}, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _fused_gradient(grad_loss, *args):
     """The gradients of the operands; those that are not wanted are (0,)."""
     inputs, problem, wanted = Inputs(*args[:_INPUTS]), Problem(*args[-_PROBLEM - 1 : -1]), args[-1]
-    *saved, weights = args[_INPUTS : -_PROBLEM - 1]
-    grads, _, _ = fused_backward(grad_loss, inputs, problem, saved, weights, wanted)
+    *saved, weights, dropped = args[_INPUTS : -_PROBLEM - 1]
+    grads = fused_backward(grad_loss, inputs, problem, saved, weights, dropped, wanted).grads
     return tuple(inputs.encoder.new_empty((0,)) if grad is None else grad for grad in grads)
 
 

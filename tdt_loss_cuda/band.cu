@@ -1,0 +1,191 @@
+// The band on the GPU (band.h): the head narrowed for each sample, a block a column; narrow rows to upper bounds of
+// their nodes, a warp a row; which node a row is of.
+#include "../tdt_loss_common/band.h"
+
+#include "rows.cuh"
+
+namespace tdt {
+namespace cuda {
+namespace {
+
+constexpr int kBlock = 128;
+constexpr int kWarps = kBlock / kWarp;
+
+// Of a group's column: the labels of the sample that are in it, found by all threads, are taken out by all threads.
+template <typename S>
+__device__ void write_centroid(const BoundColumns<S, accumulate_t<S>>& p, int b, int m, int64_t column,
+                               int64_t residual) {
+  using Acc = accumulate_t<S>;
+  extern __shared__ int own[];  // the labels in the group, as many as `count`
+  __shared__ int count;
+  const int U = p.batch.extent(b).U;
+  if (threadIdx.x < kWarp) {  // in their order, so that the sums have the same bits always
+    int found = 0;
+    for (int first = 0; first < U; first += kWarp) {
+      const int u = first + static_cast<int>(threadIdx.x);
+      const int y = u < U ? p.batch.label(b, u) : -1;
+      const bool is_own = y >= 0 && p.group_of[y] == m && is_new_label(p.batch, b, u, p.blank);
+      const unsigned votes = __ballot_sync(kFullMask, is_own);
+      if (is_own) own[found + __popc(votes & ((1u << threadIdx.x) - 1))] = y;
+      found += __popc(votes);
+    }
+    if (threadIdx.x == 0) count = found;
+  }
+  __syncthreads();
+  const Acc whole = p.group_sums[m];
+  GroupSums<Acc> sums{whole, p.group_sums[p.layout.groups + m], p.group_sums[2 * p.layout.groups + m]};
+  for (int i = 0; i < count; ++i) sums.remove(p.share[own[i]], p.bias ? p.bias[own[i]] : Acc(0));
+  const bool usable = sums.usable(whole);
+  for (int h = threadIdx.x; h < p.H; h += kBlock) {
+    Acc value = p.group_weight[static_cast<int64_t>(m) * p.H + h];
+    for (int i = 0; i < count; ++i) {
+      value -= p.share[own[i]] * widen(p.weight[static_cast<int64_t>(own[i]) * p.H + h]);
+    }
+    value = usable ? value / sums.share : Acc(0);
+    const S rounded = narrow<S>(value);
+    p.out_weight[column * p.H + h] = rounded;
+    if (p.layout.split) p.out_weight[residual * p.H + h] = narrow<S>(value - widen(rounded));
+  }
+  if (threadIdx.x > 0) return;
+  p.out_bias[column] = usable ? sums.bias() : Acc(0);
+  p.out_counted[column] = usable ? Acc(0) : negative_infinity<Acc>();
+  if (!p.layout.split) return;
+  p.out_bias[residual] = 0;
+  p.out_counted[residual] = negative_infinity<Acc>();
+}
+
+template <typename S>
+__global__ void __launch_bounds__(kBlock)
+    bound_columns_kernel(const __grid_constant__ BoundColumns<S, accumulate_t<S>> p) {
+  using Acc = accumulate_t<S>;
+  const BoundLayout& layout = p.layout;
+  const int c = static_cast<int>(blockIdx.x % p.out_columns), b = static_cast<int>(blockIdx.x / p.out_columns);
+  const int64_t before = static_cast<int64_t>(b) * p.out_columns, column = before + c;
+  if (c >= layout.centroid(0) && c < layout.summed()) {
+    const int m = c - layout.centroid(0);
+    return write_centroid(p, b, m, column, before + layout.residual(m));
+  }
+  if (c >= layout.summed() && c < layout.rounding()) return;  // with their centroids
+
+  // The column of the head that goes here, or none.
+  int from = -1;
+  bool counts = false;
+  if (c == 0) {
+    from = p.blank;
+    counts = true;
+  } else if (c < layout.first_frequent()) {
+    const int u = c - 1;
+    if (u < p.batch.extent(b).U) from = p.batch.label(b, u);
+    counts = from >= 0 && is_new_label(p.batch, b, u, p.blank);
+  } else if (c < layout.centroid(0)) {
+    from = p.frequent[c - layout.first_frequent()];
+    bool is_label = false;
+    const int U = p.batch.extent(b).U;
+    for (int u = threadIdx.x; u < U; u += kBlock) is_label = is_label || p.batch.label(b, u) == from;
+    counts = !__syncthreads_or(is_label);
+  } else if (c >= layout.duration(0) && c < layout.columns()) {
+    from = p.batch.V + c - layout.duration(0);
+  }
+  const bool rounding = c == layout.rounding();
+  const S* const weight = p.weight + static_cast<int64_t>(from) * p.H;
+  for (int h = threadIdx.x; h < p.H; h += kBlock) {
+    S value = narrow<S>(Acc(0));
+    if (from >= 0) value = weight[h];
+    if (rounding) value = narrow<S>(p.rounding[h]);
+    p.out_weight[column * p.H + h] = value;
+  }
+  if (threadIdx.x > 0) return;
+  Acc bias = 0;
+  if (from >= 0 && p.bias) bias = p.bias[from];
+  if (rounding) bias = p.rounding[p.H];
+  p.out_bias[column] = bias;
+  p.out_counted[column] = counts ? Acc(0) : negative_infinity<Acc>();
+}
+
+// log(sum of exp) of x_0 ... x_{n-1}, given by `entry`, over the lanes of a warp. Rounding is the margin's.
+template <typename Acc, typename F>
+__device__ __forceinline__ Acc warp_lse(const RowGroup<kWarp>& group, int n, F&& entry) {
+  Acc max[1] = {negative_infinity<Acc>()};
+  bool nan = false;
+  for (int c = group.lane; c < n; c += kWarp) {
+    const Acc x = entry(c);
+    max[0] = fmax(max[0], x);
+    nan = nan || x != x;
+  }
+  group.max(max);
+  Acc sum = 0;
+  for (int c = group.lane; c < n; c += kWarp) sum += exp_of(entry(c) - max[0]);
+  return max[0] + log(group.sum(nan ? static_cast<Acc>(NAN) : sum));
+}
+
+template <typename Acc>
+__global__ void __launch_bounds__(kBlock) bound_rows_kernel(const __grid_constant__ BoundRows<Acc> p) {
+  const BoundLayout& layout = p.layout;
+  const RowGroup<kWarp> group;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (i >= p.list.n) return;
+  const int64_t node = p.list.at(p.batch, i);
+  const Node at = p.batch.node_at(node);
+  const Extent extent = p.batch.extent(at.b);
+  if (!extent.has(at.t, at.u)) return;
+  const Acc* const row = p.rows + i * p.stride;
+  const Acc* const bias = p.bias + static_cast<int64_t>(at.b) * p.stride;
+  const Acc* const counted = p.counted + static_cast<int64_t>(at.b) * p.stride;
+  const int first_centroid = layout.centroid(0);
+  const auto logit = [&](int c) { return row[c] + bias[c]; };
+  const Acc lse = warp_lse<Acc>(group, layout.summed(), [&](int c) {
+    const Acc rest = layout.split && c >= first_centroid ? row[layout.residual(c - first_centroid)] : Acc(0);
+    return logit(c) + rest + counted[c];
+  });
+  const Acc margin = p.rounding * logit(layout.rounding());
+  if (group.lane == 0) write_bound(p, node, at, extent, {logit(0), logit(layout.label(at.u)), lse, margin});
+  if (layout.D == 0) return;
+  const auto duration = [&](int d) { return logit(layout.duration(d)); };
+  const Acc lse_durations = warp_lse<Acc>(group, layout.D, duration);
+  Acc* const durations = p.node_lp + node * record_size(p.batch.D) + kDurLp;
+  for (int d = group.lane; d < layout.D; d += kWarp) durations[d] = duration(d) - lse_durations + margin;
+}
+
+__global__ void list_rows_kernel(const __grid_constant__ RowTable table, int64_t n, int32_t* nodes) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
+  if (i < n) nodes[i] = table.node(i);
+}
+
+}  // namespace
+}  // namespace cuda
+
+template <>
+template <typename S>
+void Cuda::bound_columns(const Tensor& like, const BoundColumns<S, accumulate_t<S>>& p) {
+  const cuda::LaunchScope scope(like);
+  const auto blocks = static_cast<unsigned>(static_cast<int64_t>(p.out_columns) * p.batch.B);
+  const size_t shared = sizeof(int) * std::max(1, p.batch.max_U1 - 1);
+  STD_CUDA_CHECK(cudaFuncSetAttribute(cuda::bound_columns_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(shared)));
+  cuda::bound_columns_kernel<S><<<blocks, cuda::kBlock, shared, scope.stream()>>>(p);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <>
+template <typename Acc>
+void Cuda::bound_rows(const Tensor& like, const BoundRows<Acc>& p) {
+  const cuda::LaunchScope scope(like);
+  cuda::bound_rows_kernel<Acc><<<cuda::blocks_for(p.list.n, cuda::kWarps), cuda::kBlock, 0, scope.stream()>>>(p);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <>
+void Cuda::list_rows(const Tensor& like, const RowTable& table, int64_t n, int32_t* nodes) {
+  const cuda::LaunchScope scope(like);
+  cuda::list_rows_kernel<<<cuda::blocks_for(n, cuda::kBlock), cuda::kBlock, 0, scope.stream()>>>(table, n, nodes);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template void Cuda::bound_columns<float>(const Tensor&, const BoundColumns<float, float>&);
+template void Cuda::bound_columns<double>(const Tensor&, const BoundColumns<double, double>&);
+template void Cuda::bound_columns<Half>(const Tensor&, const BoundColumns<Half, float>&);
+template void Cuda::bound_columns<BFloat16>(const Tensor&, const BoundColumns<BFloat16, float>&);
+template void Cuda::bound_rows<float>(const Tensor&, const BoundRows<float>&);
+template void Cuda::bound_rows<double>(const Tensor&, const BoundRows<double>&);
+
+}  // namespace tdt
