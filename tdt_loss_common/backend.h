@@ -100,6 +100,8 @@ struct TileLogProbs;
 template <typename S, typename Acc>
 struct TileGradient;
 template <typename S, typename Acc>
+struct Pilots;
+template <typename S, typename Acc>
 struct BoundColumns;
 template <typename Acc>
 struct BoundRows;
@@ -154,7 +156,9 @@ struct Backend {
   static void tile_log_probs(const Tensor& like, const TileLogProbs<Acc>& task);
   template <typename S>
   static void tile_gradient(const Tensor& like, const TileGradient<S, accumulate_t<S>>& task);
-  // The band: the narrowed head, upper bounds of nodes, their posterior probabilities, which are kept
+  // The band: what pilots say, the narrowed head, upper bounds of nodes, their posterior probabilities, which are kept
+  template <typename S>
+  static void pilots(const Tensor& like, const Pilots<S, accumulate_t<S>>& task);
   template <typename S>
   static void bound_columns(const Tensor& like, const BoundColumns<S, accumulate_t<S>>& task);
   template <typename Acc>

@@ -15,6 +15,7 @@
 #pragma once
 
 #include "backend.h"
+#include "joint.h"
 
 namespace tdt {
 
@@ -35,6 +36,45 @@ struct BoundLayout {
   TDT_HD int columns() const { return duration(D); }
 };
 
+// What rows of the batch, the pilots, say about its tokens: which are frequent, and for the others, token k in group
+// k % groups, a distribution in each group. Any choice gives bounds; that of the groups hardly matters, that of the frequent
+// tokens and the mean probabilities as distributions make the bounds tight.
+template <typename S, typename Acc>
+struct Pilots {
+  int n, V, D, H, blank, frequent, groups;
+  int64_t stride;
+  const Acc* logits;  // (n, stride), without the bias
+  const Acc* bias;    // (V + D,)
+  const S* weight;    // (V + D, H)
+  Activation activation;
+  double dropout_scale;
+  Acc* share;         // (V,): the mean probability of a token; 0 for the blank, the frequent and the unseen
+  int32_t* chosen;    // (frequent,): the frequent tokens, ascending
+  Acc* group_weight;  // (groups, H): sum of share * weight
+  Acc* group_sums;    // (3, groups): sums of share, share * log(share), share * bias
+  Acc* rounding;      // (H + 1,): weights and bias of a column that is at least the sum of the absolute terms of any other
+};
+
+// A probability below it counts as none: its logarithm times itself would be lost in the group's.
+constexpr double kUnseen = 1.0e-30;
+
+// The bound of |x| rounded to 16 bits must not become smaller.
+constexpr double kRoundedUp = 1.0 + 1.0 / 128;
+
+// The column `rounding` from the largest |weight| of each hidden unit and the largest |bias|. What is not negative
+// multiplies a relu's units as it is; of tanh each is at most 1, before dropout has scaled it. -inf is a masked token's.
+template <typename S, typename Acc>
+TDT_HD void write_rounding(const Pilots<S, Acc>& p, const Acc* largest, Acc largest_bias) {
+  const bool relu = p.activation == Activation::kRelu;
+  Acc bias = largest_bias < static_cast<Acc>(INFINITY) ? largest_bias : Acc(0);
+  for (int h = 0; h < p.H; ++h) {
+    const Acc here = largest[h] * static_cast<Acc>(kRoundedUp);
+    p.rounding[h] = relu ? here : Acc(0);
+    if (!relu) bias += here * static_cast<Acc>(p.dropout_scale);
+  }
+  p.rounding[p.H] = bias;
+}
+
 // The head of the joint network narrowed for each sample: what its groups share, and where its own columns go. A token
 // that is a label of the sample has a column of its own there and leaves its group and the frequent tokens.
 template <typename S, typename Acc>
@@ -45,15 +85,16 @@ struct BoundColumns {
   const S* weight;          // (V + D, H)
   const Acc* bias;          // (V + D,), or null
   const int32_t* frequent;  // (frequent,)
-  const int32_t* group_of;  // (V,): -1 for a token outside of all groups
-  const Acc* share;         // (V,): q times a factor of the group
-  const Acc* group_weight;  // (groups, H): sum of share * weight
-  const Acc* group_sums;    // (3, groups): sums of share, share * log(share), share * bias
-  const Acc* rounding;      // (H + 1,): the row of weights and the bias of the column `rounding`
+  const Acc* share;         // (V,): as of Pilots, and so on
+  const Acc* group_weight;  // (groups, H)
+  const Acc* group_sums;    // (3, groups)
+  const Acc* rounding;      // (H + 1,)
   int out_columns;          // of the outputs: as many as in the layout, or more
   S* out_weight;            // (B, out_columns, H)
   Acc* out_bias;            // (B, out_columns)
   Acc* out_counted;         // (B, out_columns): 0 for a column that enters the log-sum-exp, else -inf
+
+  TDT_HD bool in_group(int k, int m) const { return k % layout.groups == m && share[k] > 0; }
 };
 
 // What is left of a group without the sample's labels must keep this share of the whole, or rounding could spoil it.

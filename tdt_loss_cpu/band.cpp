@@ -9,6 +9,49 @@ using namespace cpu;
 
 template <>
 template <typename S>
+void Cpu::pilots(const Tensor&, const Pilots<S, accumulate_t<S>>& p) {
+  using Acc = accumulate_t<S>;
+  std::vector<Acc> row(p.V), weight(p.H);
+  std::fill(p.share, p.share + p.V, Acc(0));
+  for (int i = 0; i < p.n; ++i) {
+    for (int k = 0; k < p.V; ++k) row[k] = p.logits[i * p.stride + k] + p.bias[k];
+    const Row<Acc> sums(row.data(), p.V);
+    row_softmax(row.data(), row.data(), p.V, sums.max, Acc(1) / (sums.sum * p.n));
+    for (int k = 0; k < p.V; ++k) p.share[k] += row[k];
+  }
+  p.share[p.blank] = 0;
+  for (int k = 0; k < p.V; ++k) {
+    if (!(p.share[k] >= Acc(kUnseen))) p.share[k] = 0;
+  }
+  std::vector<int32_t> order(p.V);
+  for (int k = 0; k < p.V; ++k) order[k] = k;
+  const auto more = [&](int a, int b) { return p.share[a] != p.share[b] ? p.share[a] > p.share[b] : a < b; };
+  std::nth_element(order.begin(), order.begin() + p.frequent, order.end(), more);
+  std::copy(order.begin(), order.begin() + p.frequent, p.chosen);
+  std::sort(p.chosen, p.chosen + p.frequent);
+  for (int f = 0; f < p.frequent; ++f) p.share[p.chosen[f]] = 0;
+
+  std::fill(p.group_weight, p.group_weight + static_cast<int64_t>(p.groups) * p.H, Acc(0));
+  std::fill(p.group_sums, p.group_sums + 3 * p.groups, Acc(0));
+  std::vector<Acc> largest(p.H, Acc(0));
+  Acc largest_bias = 0;
+  for (int k = 0; k < p.V + p.D; ++k) {
+    for (int h = 0; h < p.H; ++h) weight[h] = static_cast<Acc>(p.weight[static_cast<int64_t>(k) * p.H + h]);
+    for (int h = 0; h < p.H; ++h) largest[h] = std::max(largest[h], std::abs(weight[h]));
+    largest_bias = std::max(largest_bias, std::abs(p.bias[k]));
+    if (k >= p.V || p.share[k] == 0) continue;
+    const int m = k % p.groups;
+    const Acc q = p.share[k];
+    for (int h = 0; h < p.H; ++h) p.group_weight[static_cast<int64_t>(m) * p.H + h] += q * weight[h];
+    p.group_sums[m] += q;
+    p.group_sums[p.groups + m] += q * std::log(q);
+    p.group_sums[2 * p.groups + m] += q * p.bias[k];
+  }
+  write_rounding(p, largest.data(), largest_bias);
+}
+
+template <>
+template <typename S>
 void Cpu::bound_columns(const Tensor&, const BoundColumns<S, accumulate_t<S>>& p) {
   using Acc = accumulate_t<S>;
   const BoundLayout& layout = p.layout;
@@ -51,7 +94,7 @@ void Cpu::bound_columns(const Tensor&, const BoundColumns<S, accumulate_t<S>>& p
         std::copy(p.group_weight + static_cast<int64_t>(m) * p.H, p.group_weight + static_cast<int64_t>(m + 1) * p.H,
                   row.begin());
         for (const int y : labels) {
-          if (p.group_of[y] != m) continue;
+          if (!p.in_group(y, m)) continue;
           sums.remove(p.share[y], bias_of(y));
           for (int h = 0; h < p.H; ++h) {
             row[h] -= p.share[y] * static_cast<Acc>(p.weight[static_cast<int64_t>(y) * p.H + h]);
@@ -158,7 +201,9 @@ void Cpu::list_rows(const Tensor&, const RowTable& table, int64_t n, int32_t* no
   });
 }
 
-#define TDT_INSTANTIATE(S) template void Cpu::bound_columns<S>(const Tensor&, const BoundColumns<S, accumulate_t<S>>&);
+#define TDT_INSTANTIATE(S)                                                        \
+  template void Cpu::pilots<S>(const Tensor&, const Pilots<S, accumulate_t<S>>&); \
+  template void Cpu::bound_columns<S>(const Tensor&, const BoundColumns<S, accumulate_t<S>>&);
 TDT_INSTANTIATE(float)
 TDT_INSTANTIATE(double)
 TDT_INSTANTIATE(Half)

@@ -24,7 +24,7 @@ __device__ void write_centroid(const BoundColumns<S, accumulate_t<S>>& p, int b,
     for (int first = 0; first < U; first += kWarp) {
       const int u = first + static_cast<int>(threadIdx.x);
       const int y = u < U ? p.batch.label(b, u) : -1;
-      const bool is_own = y >= 0 && p.group_of[y] == m && is_new_label(p.batch, b, u, p.blank);
+      const bool is_own = y >= 0 && p.in_group(y, m) && is_new_label(p.batch, b, u, p.blank);
       const unsigned votes = __ballot_sync(kFullMask, is_own);
       if (is_own) own[found + __popc(votes & ((1u << threadIdx.x) - 1))] = y;
       found += __popc(votes);

@@ -113,12 +113,62 @@ inline BoundLayout layout_of(int64_t max_U1, int64_t frequent, int64_t groups, b
           static_cast<int>(D)};
 }
 
+// What rows of the batch say about its tokens (Pilots): chosen (frequent,), share (V,), group_weight (groups, H),
+// group_sums (3, groups), rounding (H + 1,). `logits`: of the pilots, without the bias.
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pilots(const Tensor& logits, const Tensor& bias,
+                                                          const Tensor& weight, int64_t blank, int64_t num_durations,
+                                                          int64_t frequent, int64_t groups, int64_t activation,
+                                                          double dropout) {
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() && weight.size(0) > num_durations && num_durations >= 0,
+                  "weight must be a contiguous matrix with a row for each token and duration");
+  const int64_t V = weight.size(0) - num_durations, H = weight.size(1);
+  const ScalarType type = accumulate_type(weight.scalar_type());
+  check_blank(blank, V);
+  STD_TORCH_CHECK(frequent >= 0 && groups >= 1 && frequent < V && groups <= V, "frequent and groups must be below ", V);
+  STD_TORCH_CHECK(dropout >= 0 && dropout < 1, "dropout must be in [0, 1), got ", dropout);
+  STD_TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == type && logits.stride(1) == 1 && logits.size(0) > 0 &&
+                      logits.size(1) >= weight.size(0) && logits.device() == weight.device(),
+                  "logits must be a matrix in the accumulation dtype with a column for each row of the weight");
+  STD_TORCH_CHECK(bias.scalar_type() == type && bias.is_contiguous() && bias.numel() >= weight.size(0) &&
+                      bias.device() == weight.device(),
+                  "bias must be contiguous, with a number for each row of the weight");
+  Tensor chosen = empty_on(weight, {frequent}, ScalarType::Int), share = empty_on(weight, {V}, type);
+  Tensor group_weight = empty_on(weight, {groups, H}, type), group_sums = empty_on(weight, {3, groups}, type);
+  Tensor rounding = empty_on(weight, {H + 1}, type);
+  dispatch_logits(weight.scalar_type(), [&](auto zero) {
+    using S = decltype(zero);
+    using Acc = accumulate_t<S>;
+    Pilots<S, Acc> p{};
+    p.n = static_cast<int>(logits.size(0));
+    p.V = static_cast<int>(V);
+    p.D = static_cast<int>(num_durations);
+    p.H = static_cast<int>(H);
+    p.blank = static_cast<int>(blank);
+    p.frequent = static_cast<int>(frequent);
+    p.groups = static_cast<int>(groups);
+    p.stride = logits.stride(0);
+    p.logits = const_data<Acc>(logits);
+    p.bias = const_data<Acc>(bias);
+    p.weight = const_data<S>(weight);
+    p.activation = static_cast<Activation>(activation);
+    p.dropout_scale = 1 / (1 - dropout);
+    p.share = mutable_data<Acc>(share);
+    p.chosen = mutable_data<int32_t>(chosen);
+    p.group_weight = mutable_data<Acc>(group_weight);
+    p.group_sums = mutable_data<Acc>(group_sums);
+    p.rounding = mutable_data<Acc>(rounding);
+    Backend::template pilots<S>(weight, p);
+  });
+  return {chosen, share, group_weight, group_sums, rounding};
+}
+
 // The head narrowed for each sample: weight (B, columns, H), bias and counted (B, columns), for decoder states
 // (B, max_U1, ...).
 template <class Backend>
 std::tuple<Tensor, Tensor, Tensor> bound_columns(const Tensor& weight, const OptionalTensor& bias,
                                                  const Tensor& targets, const Tensor& target_lengths,
-                                                 const Tensor& frequent, const Tensor& group_of, const Tensor& share,
+                                                 const Tensor& frequent, const Tensor& share,
                                                  const Tensor& group_weight, const Tensor& group_sums,
                                                  const Tensor& rounding, int64_t blank, int64_t max_U1,
                                                  int64_t num_durations, int64_t columns) {
@@ -137,7 +187,6 @@ std::tuple<Tensor, Tensor, Tensor> bound_columns(const Tensor& weight, const Opt
   };
   if (bias) check(*bias, V + num_durations, type, "bias");
   check(frequent, frequent.size(0), ScalarType::Int, "frequent");
-  check(group_of, V, ScalarType::Int, "group_of");
   check(share, V, type, "share");
   check(group_weight, M * H, type, "group_weight");
   check(group_sums, 3 * M, type, "group_sums");
@@ -155,7 +204,7 @@ std::tuple<Tensor, Tensor, Tensor> bound_columns(const Tensor& weight, const Opt
     using Acc = accumulate_t<S>;
     Backend::template bound_columns<S>(
         weight, {batch, layout, static_cast<int>(blank), static_cast<int>(H), const_data<S>(weight),
-                 bias ? const_data<Acc>(*bias) : nullptr, const_data<int32_t>(frequent), const_data<int32_t>(group_of),
+                 bias ? const_data<Acc>(*bias) : nullptr, const_data<int32_t>(frequent),
                  const_data<Acc>(share), const_data<Acc>(group_weight), const_data<Acc>(group_sums),
                  const_data<Acc>(rounding), static_cast<int>(columns), mutable_data<S>(out_weight),
                  mutable_data<Acc>(out_bias), mutable_data<Acc>(counted)});

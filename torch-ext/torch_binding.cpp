@@ -47,8 +47,11 @@ TDT_LIBRARY(TORCH_EXTENSION_NAME, m) {
         "Tensor bias, Tensor nodes, " LABELS ", " SAVED_ROWS ", int blank, int vocab, int[] durations, " SHAPING ") "
         "-> ()");
   m.def("list_rows_(Tensor(a!) nodes, Tensor table, int first, int step, int max_T, int max_U1) -> ()");
+  m.def("pilots(Tensor logits, Tensor bias, Tensor weight, int blank, int num_durations, int frequent, int groups, "
+        "int activation, float dropout) -> (Tensor chosen, Tensor share, Tensor group_weight, Tensor group_sums, "
+        "Tensor rounding)");
   m.def("bound_columns(Tensor weight, Tensor? bias, Tensor targets, Tensor target_lengths, Tensor frequent, "
-        "Tensor group_of, Tensor share, Tensor group_weight, Tensor group_sums, Tensor rounding, int blank, "
+        "Tensor share, Tensor group_weight, Tensor group_sums, Tensor rounding, int blank, "
         "int max_U1, int num_durations, int columns) -> (Tensor, Tensor, Tensor)");
   m.def("bound_rows_(Tensor rows, Tensor bias, Tensor counted, Tensor nodes, Tensor(a!) node_lp, " LABELS ", int vocab, "
         "int num_durations, int frequent, int groups, bool split, float sigma, float delay_penalty, float rounding) "
@@ -75,6 +78,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("joint_hidden_backward_", TORCH_BOX(&tdt::joint_hidden_backward_<Backend>));
   m.impl("node_occupancy", TORCH_BOX(&tdt::node_occupancy<Backend>));
   m.impl("list_rows_", TORCH_BOX(&tdt::list_rows_<Backend>));
+  m.impl("pilots", TORCH_BOX(&tdt::pilots<Backend>));
   m.impl("bound_columns", TORCH_BOX(&tdt::bound_columns<Backend>));
   m.impl("bound_rows_", TORCH_BOX(&tdt::bound_rows_<Backend>));
   m.impl("posterior", TORCH_BOX(&tdt::posterior<Backend>));

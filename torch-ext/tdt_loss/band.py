@@ -15,12 +15,11 @@ from .fakes import allocate_lattice, call
 from .tiles import Inputs, Joint, Problem, Tiles, ValidRows, multiply, widened
 
 _PILOTS = 1024  # rows, evenly spaced, whose softmax says which tokens are frequent
-_PROFILED = 4  # every so many of them, by whose logits the other tokens are grouped
-_FREQUENT, _GROUPS = 96, 32
+_FREQUENT, _GROUPS = 128, 8
 _FIRST_SHARE = 0.1  # of the tolerance, for what the first band leaves out by the bounds alone: then it mostly suffices
 _MOST = 0.6  # share of the rows from which on all are computed
 NODES_AT_ONCE = 1 << 21  # of samples that are looked at together, at least one sample: 0.3 GB
-_BLOCK = 1024  # rows of one sample in a product of narrow rows
+BLOCK = 1024  # rows of one sample in a product of narrow rows
 _LABELS = ("targets", "logit_lengths", "target_lengths")
 
 
@@ -41,8 +40,7 @@ class Bounds(NamedTuple):
 
 def columns_of_bounds(joint: Joint, p: Problem, max_U1: int) -> tuple[int, int, int]:
     """How many tokens are taken as frequent, how many groups the others make, and of how many columns a narrow row is."""
-    others = p.vocab - max_U1  # tokens that are not of any sample, at least
-    frequent, groups = min(_FREQUENT, max(0, others)), min(_GROUPS, max(0, others - _FREQUENT))
+    frequent, groups = min(_FREQUENT, p.vocab - 1), min(_GROUPS, p.vocab)
     residuals = groups if joint.dtype != joint.wide else 0
     columns = 1 + (max_U1 - 1) + frequent + groups + residuals + 1 + len(p.durations)
     return frequent, groups, -(-columns // 8) * 8
@@ -54,53 +52,17 @@ def pays(joint: Joint, p: Problem, max_U1: int) -> bool:
 
 
 def make_bounds(joint: Joint, rows: ValidRows, inputs: Inputs, p: Problem) -> Bounds:
-    """Any choice of frequent tokens and groups gives bounds; a good one makes them tight. From rows of this very batch."""
-    max_U1 = inputs.decoder.shape[1]
+    """Any choice of frequent tokens and groups gives bounds; what rows of this very batch say makes them tight."""
+    max_U1, D = inputs.decoder.shape[1], len(p.durations)
     frequent, groups, columns = columns_of_bounds(joint, p, max_U1)
-    step = max(1, rows.total // _PILOTS)
-    nodes = rows.nodes(0, min(_PILOTS, rows.total), step)
+    nodes = rows.nodes(0, min(_PILOTS, rows.total), max(1, rows.total // _PILOTS))
     hidden = joint.hidden(nodes, joint.encoder.new_empty((len(nodes), joint.H)))
     logits = joint.logits(hidden, joint.encoder.new_empty((len(nodes), joint.padded), dtype=joint.wide))
-    logits = logits[:, : p.vocab] + joint.bias[: p.vocab]
-    mean = torch.softmax(logits, 1).mean(0)
-    mean[p.blank] = 0
-    top = mean.topk(frequent + groups).indices
-    chosen, seeds = top[:frequent], top[frequent:]
-
-    # Each other token joins the seed whose logits are nearest to its own over the pilots.
-    profiles = logits[::_PROFILED]
-    profiles = profiles - profiles.mean(0)
-    centers = profiles[:, seeds]
-    nearest = (profiles.t() @ centers).sub_((centers * centers).sum(0), alpha=0.5)
-    group_of = nearest.argmax(1) if groups else torch.zeros_like(mean, dtype=torch.int64)
-    # The distribution in a group, but for a factor; a token that the pilots never saw has no part in it.
-    share = (mean / mean.amax().clamp(min=torch.finfo(mean.dtype).tiny)).to(joint.dtype)
-    share[chosen] = 0
-    group_of = torch.where(share > 0, group_of, -1).to(torch.int32)
-    members = torch.where(group_of == torch.arange(groups, device=share.device)[:, None], share, 0)
-    group_weight = torch.empty((groups, joint.H), dtype=joint.wide, device=share.device)
-    multiply(members, joint.weight[: p.vocab], group_weight)
-    share, members = share.to(joint.wide), members.to(joint.wide)
-    terms = torch.stack([torch.ones_like(share), share.clamp(min=torch.finfo(share.dtype).tiny).log()])
-    biases = torch.where(members > 0, joint.bias[: p.vocab], 0)
-    group_sums = torch.cat([terms @ members.t(), (members * biases).sum(1)[None]])
-    weight = joint.weight[: joint.columns]
-    rounding = _rounding_column(joint, p)
-    weight, bias, counted = ops.bound_columns(
-        weight, joint.bias[: joint.columns], inputs.targets, inputs.target_lengths, chosen.to(torch.int32), group_of,
-        share, group_weight, group_sums.contiguous(), rounding, p.blank, max_U1, len(p.durations), columns,
-    )  # fmt: skip
-    return Bounds(weight, bias, counted, frequent, groups, joint.dtype != joint.wide, _rounding(joint))
-
-
-def _rounding_column(joint: Joint, p: Problem) -> Tensor:
-    """Weights and bias of a column that is at least the sum of |hidden unit * weight| + |bias| of every column."""
-    largest = joint.weight.abs().amax(0).to(joint.wide) * (1 + 2.0**-7)  # rounded up to 16 bits
-    bias = joint.bias.abs().amax()
-    if p.activation == 1:  # tanh: a hidden unit is at most 1, before dropout has scaled it
-        bias = bias + largest.sum() / (1 - p.dropout)
-        largest = torch.zeros_like(largest)
-    return torch.cat([largest, bias[None]])
+    weight, bias = joint.weight[: joint.columns], joint.bias[: joint.columns]
+    said = ops.pilots(logits, bias, weight, p.blank, D, frequent, groups, p.activation, p.dropout)
+    labels = (inputs.targets, inputs.target_lengths)
+    narrowed = ops.bound_columns(weight, bias, *labels, *said, p.blank, max_U1, D, columns)
+    return Bounds(*narrowed, frequent, groups, joint.dtype != joint.wide, _rounding(joint))
 
 
 def _rounding(joint: Joint) -> float:
@@ -115,20 +77,18 @@ def _rounding(joint: Joint) -> float:
 def add_bounds(joint: Joint, bounds: Bounds, rows: ValidRows, inputs: Inputs, p: Problem, node_lp: Tensor) -> None:
     """Upper bounds of the log-probabilities of all nodes, into their records; `rows` come in blocks."""
     columns = bounds.weight.shape[1]
-    blocks = max(1, joint.rows_of_tile(columns) // _BLOCK)
-    sample_of_block = torch.repeat_interleave(torch.arange(len(rows.blocks)), torch.tensor(rows.blocks))
-    sample_of_block = sample_of_block.to(joint.encoder.device, non_blocking=True)
+    sample_of_block = rows.sample_of_blocks()
     count = len(sample_of_block)
-    blocks = min(blocks, count)
-    hidden_room = joint.encoder.new_empty((blocks * _BLOCK, joint.H))
-    logits_room = joint.encoder.new_empty((blocks * _BLOCK, columns), dtype=joint.wide)
+    blocks = min(max(1, joint.rows_of_tile(columns) // BLOCK), count)
+    hidden_room = joint.encoder.new_empty((blocks * BLOCK, joint.H))
+    logits_room = joint.encoder.new_empty((blocks * BLOCK, columns), dtype=joint.wide)
     emission = (p.vocab, len(p.durations), bounds.frequent, bounds.groups, bounds.split, p.sigma, p.delay_penalty)
     for first in range(0, count, max(1, blocks)):
         last = min(first + blocks, count)
-        nodes = rows.nodes(first * _BLOCK, (last - first) * _BLOCK)
+        nodes = rows.nodes(first * BLOCK, (last - first) * BLOCK)
         hidden, logits = joint.hidden(nodes, hidden_room), logits_room[: len(nodes)]
         weight = widened(bounds.weight.index_select(0, sample_of_block[first:last]))
-        _multiply_blocks(hidden.view(-1, _BLOCK, joint.H), weight, logits.view(-1, _BLOCK, columns))
+        _multiply_blocks(hidden.view(-1, BLOCK, joint.H), weight, logits.view(-1, BLOCK, columns))
         labels = (nodes, node_lp, *inputs.labels)
         ops.bound_rows_(logits, bounds.bias, bounds.counted, *labels, *emission, bounds.rounding)
 
@@ -152,11 +112,10 @@ class Found(NamedTuple):
 
 
 def find_band(
-    joint: Joint, bounds: Bounds, inputs: Inputs, p: Problem, extents: tuple[list[int], list[int]], out: "Records"
+    joint: Joint, bounds: Bounds, rows: ValidRows, inputs: Inputs, p: Problem, out: "Records"
 ) -> Found:
-    """Fills the records of the nodes of a band, and of all others with log-probabilities of -inf."""
-    rows = ValidRows(inputs, extents, _BLOCK)
-    B = len(extents[0])
+    """Fills the records of the nodes of a band, and of all others with log-probabilities of -inf; `rows` come in blocks."""
+    B = len(out.row_max)
     both = out.node_lp.new_empty((2, *out.node_lp.shape))
     upper, lower = both
     add_bounds(joint, bounds, rows, inputs, p, upper)
@@ -168,10 +127,10 @@ def find_band(
     computed = len(nodes)
     lower.fill_(-torch.inf)
     if computed > _MOST * rows.valid:
-        return all_rows(joint, inputs, p, extents, out)
+        return all_rows(joint, rows.unblocked(inputs), inputs, p, out)
     records = Records(lower, out.row_max)
     add_records(joint, nodes, inputs, p, records)
-    torch.where(known.view(*known.shape, 1).bool(), lower, upper, out=upper)
+    torch.where(known.view(torch.bool)[..., None], lower, upper, out=upper)
 
     # Both lattices at once, as a batch twice as large: a lattice is a chain of steps, however many run side by side.
     twice = inputs._replace(**{name: torch.cat([x, x]) for name, x in zip(_LABELS, inputs.labels)})
@@ -183,7 +142,7 @@ def find_band(
     if len(nodes) > 0:
         computed += len(nodes)
         if computed > _MOST * rows.valid:
-            return all_rows(joint, inputs, p, extents, out)
+            return all_rows(joint, rows.unblocked(inputs), inputs, p, out)
         add_records(joint, nodes, inputs, p, records)
         lattice = None
     out.node_lp.copy_(lower)
@@ -204,15 +163,12 @@ def add_records(joint: Joint, nodes: Tensor, inputs: Inputs, p: Problem, records
         ops.log_probs_tile_(logits, joint.bias, own, *records, *inputs.labels, *emission)
 
 
-def all_rows(
-    joint: Joint, inputs: Inputs, p: Problem, extents: tuple[list[int], list[int]], out: Records
-) -> Found:
+def all_rows(joint: Joint, rows: ValidRows, inputs: Inputs, p: Problem, out: Records) -> Found:
     """The records of all nodes."""
-    rows = ValidRows(inputs, extents)
     for nodes in rows.lists():
         add_records(joint, nodes, inputs, p, out)
-    nothing = torch.zeros(len(extents[0]), dtype=torch.float64, device=out.node_lp.device)
-    return Found(rows.total, nothing, nothing, None)
+    nothing = torch.zeros(len(out.row_max), dtype=torch.float64, device=out.row_max.device)
+    return Found(rows.valid, nothing, nothing, None)
 
 
 def _lattice(node_lp: Tensor, labels: tuple[Tensor, ...], p: Problem) -> tuple[Tensor, Tensor]:

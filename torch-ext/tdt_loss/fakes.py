@@ -96,6 +96,12 @@ def fake_bound_columns(weight, bias, targets, *rest):
     )
 
 
+def fake_pilots(logits, bias, weight, blank, num_durations, frequent, groups, *rest):
+    H, dtype = weight.shape[1], logits.dtype
+    sizes = ((weight.shape[0] - num_durations,), (groups, H), (3, groups), (H + 1,))
+    return weight.new_empty((frequent,), dtype=torch.int32), *(weight.new_empty(size, dtype=dtype) for size in sizes)
+
+
 def fake_posterior(like, *rest):
     return like.new_empty(like.shape[:3])
 
@@ -128,6 +134,7 @@ for _name, _fake in {
     "joint_hidden_": _fake_in_place,
     "joint_hidden_backward_": _fake_in_place,
     "list_rows_": _fake_in_place,
+    "pilots": fake_pilots,
     "bound_columns": fake_bound_columns,
     "bound_rows_": _fake_in_place,
     "posterior": fake_posterior,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._ops import ops
-from .band import NODES_AT_ONCE, Found, Records, all_rows, find_band, make_bounds, pays
+from .band import BLOCK, NODES_AT_ONCE, Found, Records, all_rows, find_band, make_bounds, pays
 from .fakes import accumulate_dtype, allocate_lattice, call, fake_node_occupancy, record_size
 from .tiles import SUMMED_ROWS, Inputs, Joint, Problem, Tiles, ValidRows, extents_of, multiply
 
@@ -43,26 +43,32 @@ def fused_forward(inputs: Inputs, p: Problem, need_grad: bool) -> Forward:
         return Forward(outputs, valid, found.rows, found.gap, found.dropped)
 
 
-def _find_rows(joint: Joint, inputs: Inputs, p: Problem, extents, records: Records) -> tuple[int, Found]:
+def _find_rows(
+    joint: Joint, inputs: Inputs, p: Problem, extents: tuple[list[int], list[int]], records: Records
+) -> tuple[int, Found]:
     """Fills the records; some samples at a time, so that what the search needs beside them stays small."""
-    rows = ValidRows(inputs, extents)
     max_U1 = records.row_max.shape[2]
-    if rows.valid == 0 or not pays(joint, p, max_U1):
-        return rows.valid, all_rows(joint, inputs, p, extents, records)
+    if not pays(joint, p, max_U1):
+        rows = ValidRows(inputs, extents)
+        return rows.valid, all_rows(joint, rows, inputs, p, records)
+    rows = ValidRows(inputs, extents, BLOCK)
+    if rows.valid == 0:
+        return 0, all_rows(joint, rows, inputs, p, records)
     bounds = make_bounds(joint, rows, inputs, p)
     B, nodes = len(records.row_max), records.row_max[0].numel()
     together = max(1, NODES_AT_ONCE // nodes)
     if together >= B:
-        return rows.valid, find_band(joint, bounds, inputs, p, extents, records)
+        return rows.valid, find_band(joint, bounds, rows, inputs, p, records)
     parts = []
     for first in range(0, B, together):
         own = slice(first, min(first + together, B))
+        own_inputs = inputs.of_samples(own)
         part = find_band(
             joint.of_samples(own.start, own.stop),
             bounds.of_samples(own),
-            inputs.of_samples(own),
+            ValidRows(own_inputs, tuple(lengths[own] for lengths in extents), BLOCK),
+            own_inputs,
             p,
-            tuple(lengths[own] for lengths in extents),
             Records(*(x[own] for x in records)),
         )
         parts.append(part._replace(lattice=None))

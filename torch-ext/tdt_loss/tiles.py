@@ -81,17 +81,27 @@ class ValidRows:
     ``block``: the rows of a sample are made up to a multiple of it by repeating its last one."""
 
     def __init__(self, inputs: Inputs, extents: tuple[list[int], list[int]], block: int = 1):
+        self.extents, self.block = extents, block
         self.max_T, self.max_U1 = inputs.encoder.shape[1], inputs.decoder.shape[1]
-        T, U = extents
-        # A malformed sample has no rows: its loss is NaN whatever its logits.
-        rows = [t * (u + 1) if 0 <= t <= self.max_T and 0 <= u < self.max_U1 else 0 for t, u in zip(T, U)]
-        counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        padded = (counts + (block - 1)) // block * block
-        ends = padded.cumsum(0)
-        widths = torch.tensor(U, dtype=torch.int64, device="cpu") + 1
-        self.valid, self.total = sum(rows), int(ends[-1]) if rows else 0
-        self.blocks = (padded // block).tolist()  # of each sample
-        self.table = torch.stack([ends, ends - padded, counts, widths]).to(inputs.encoder.device, non_blocking=True)
+        rows, end = [], 0
+        for t, u in zip(*extents):
+            # A malformed sample has no rows: its loss is NaN whatever its logits.
+            count = t * (u + 1) if 0 <= t <= self.max_T and 0 <= u < self.max_U1 else 0
+            begin, end = end, end + -(-count // block) * block
+            rows.append((end, begin, count, u + 1))
+        self.valid, self.total = sum(count for _, _, count, _ in rows), end
+        self.blocks = [(end - begin) // block for end, begin, _, _ in rows]  # of each sample
+        table = torch.tensor([list(column) for column in zip(*rows)] or [[]] * 4, dtype=torch.int64, device="cpu")
+        self.table = table.to(inputs.encoder.device, non_blocking=True)
+
+    def sample_of_blocks(self) -> Tensor:
+        """The sample of each block, on the device."""
+        samples = [b for b, count in enumerate(self.blocks) for _ in range(count)]
+        return torch.tensor(samples, dtype=torch.int64, device="cpu").to(self.table.device, non_blocking=True)
+
+    def unblocked(self, inputs: Inputs) -> "ValidRows":
+        """The same rows one behind the other."""
+        return ValidRows(inputs, self.extents)
 
     def nodes(self, first: int, count: int, step: int = 1) -> Tensor:
         """The node indices of so many rows, int32."""
