@@ -13,7 +13,7 @@ namespace cuda {
 namespace {
 
 constexpr int kNodeBlock = 128;
-constexpr int kMostThreads = 256;  // of a block of columns
+constexpr int kMostThreads = 128;  // of a block of columns
 constexpr int kRowsInFlight = 4;
 
 template <typename Acc, int kThreads>
@@ -65,7 +65,7 @@ struct Eight {
 };
 
 template <typename S>
-__global__ void __launch_bounds__(kMostThreads, sizeof(S) == 8 ? 1 : 3)
+__global__ void __launch_bounds__(kMostThreads, sizeof(S) == 8 ? 2 : 6)
     tile_gradient_kernel(const __grid_constant__ TileGradient<S, accumulate_t<S>> p,
                          const RowGradient<accumulate_t<S>>* rows, const accumulate_t<S>* durations) {
   using Acc = accumulate_t<S>;
