@@ -9,8 +9,10 @@ from math import inf, nan
 import numpy as np
 import test_fused
 import torch
-from conftest import Outcome, make_batch, same_bits, through_the_ops
 from fuzz_valid import Draw
+from support.batches import make_batch
+from support.calls import Outcome, through_the_ops
+from support.comparisons import same_bits
 
 KINDS = (ValueError, TypeError)  # of wrong arguments; wrong use of autograd and of the ops is a RuntimeError
 LOSSES = ("tdt_loss", "tdt_loss_joint", "rnnt_loss", "tdt_loss_fused_joint", "rnnt_loss_fused_joint")

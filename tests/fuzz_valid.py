@@ -16,7 +16,9 @@ from math import inf, log10, nan, sqrt
 
 import test_fused
 import torch
-from conftest import TOLERANCE, Batch, assert_close, assert_log_probs_match, grad_limit, loss_limit, same_bits
+from support.batches import Batch
+from support.comparisons import assert_close, assert_log_probs_match, same_bits
+from support.tolerances import TOLERANCE, grad_limit, loss_limit
 from test_align import best_by_recursion
 
 ELEMENTS = 200_000  # of the logits of a case

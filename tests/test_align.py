@@ -7,10 +7,12 @@ Both sum in the order of best(t, u) = weight + best(target), so scores are compa
 from typing import NamedTuple
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from conftest import BLANK_LP, DTYPES, DUR_LP, DURATIONS, LABEL_LP, TOLERANCE, make_batch, same_bits
+from support import oracle
+from support.batches import BLANK_LP, DUR_LP, DURATIONS, LABEL_LP, make_batch
+from support.comparisons import same_bits
+from support.tolerances import DTYPES, TOLERANCE
 
 LOGITS = ("token_logits", "duration_logits")
 LENGTHS = {"logit_lengths": [9, 7, 4], "target_lengths": [3, 2, 4]}

@@ -5,17 +5,11 @@ from math import inf
 
 import pytest
 import torch
-from conftest import (
-    Outcome,
-    assert_grads_match,
-    assert_losses_match,
-    assert_matches,
-    loss_and_grads,
-    make_batch,
-    peak_extra_bytes,
-    same_bits,
-)
-from known_values import DURATIONS_0_1, loss_of_durations_0_1, loss_of_durations_1, loss_without_labels
+from support.batches import make_batch
+from support.calls import Outcome, loss_and_grads
+from support.comparisons import assert_grads_match, assert_losses_match, assert_matches, same_bits
+from support.known_values import DURATIONS_0_1, loss_of_durations_0_1, loss_of_durations_1, loss_without_labels
+from support.memory import peak_extra_bytes
 
 
 def zero_batch(**arguments):

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from conftest import assert_matches, call, loss_and_grads, make_batch, peak_extra_bytes, same_bits
-from known_values import loss_of_rnnt
+from support.batches import make_batch
+from support.calls import call, loss_and_grads
+from support.comparisons import assert_matches, same_bits
+from support.known_values import loss_of_rnnt
+from support.memory import peak_extra_bytes
 
 pytestmark = pytest.mark.cuda
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from small_model import FUNCTIONS, loss_and_gradients, make_model, make_speech
+from support.small_model import FUNCTIONS, loss_and_gradients, make_model, make_speech
 from torch.nn.parallel import DistributedDataParallel
 
 PROCESSES = 2
@@ -127,8 +127,8 @@ def test_a_process_without_alignments_or_samples_hangs_no_other(tmp_path, device
 
 def check_example(kernel, rank, device):
     """The model of the example in float64, but for batch norm, which knows the samples of its own process alone."""
-    from example_model import make_model, shortest_speech
-    from example_model import train_parakeet as example
+    from support.example_model import make_model, shortest_speech
+    from support.example_model import train_parakeet as example
 
     waveforms, texts = shortest_speech(3)
     vocabulary = example.Vocabulary.of(texts)
@@ -169,7 +169,7 @@ def test_gradients_of_the_training_example(tmp_path, device):
 @devices
 def test_the_training_example_under_torchrun(tmp_path, device):
     """Two steps are too few: both processes take them and end, and the first one says that the model has not learnt to read."""
-    from example_model import EXAMPLES
+    from support.example_model import EXAMPLES
 
     script = [str(EXAMPLES / "train_parakeet.py"), "--steps", "2", "--device", device]
     files = ["--output", str(tmp_path / "loss.png"), "--weights", str(tmp_path / "weights.pt")]

@@ -5,7 +5,8 @@ from math import inf, nan
 
 import pytest
 import torch
-from conftest import assert_losses_match, make_batch
+from support.batches import make_batch
+from support.comparisons import assert_losses_match
 
 # name of the case: (what to change in the arguments of tdt_loss, exception, words of the message)
 SEPARATE = {

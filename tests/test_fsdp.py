@@ -7,7 +7,7 @@ model computes its loss from copies of the slices, so no gradient can go past th
 import pytest
 import torch
 import torch.distributed as dist
-from small_model import BLANK, DURATIONS, FEATURES, VOCAB, make_speech
+from support.small_model import BLANK, DURATIONS, FEATURES, VOCAB, make_speech
 from test_distributed import devices, run_in_two_processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1

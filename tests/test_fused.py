@@ -5,10 +5,11 @@ What is right: the oracle's loss and gradient of the float64 logits `act(f + g) 
 
 from dataclasses import dataclass, field, replace
 
-import oracle
 import pytest
 import torch
-from conftest import peak_extra_bytes, same_bits
+from support import oracle
+from support.comparisons import same_bits
+from support.memory import peak_extra_bytes
 
 NAMES = ("encoder", "decoder", "weight", "bias")
 # Largest norm of the error of a gradient, of the norm of the gradient.

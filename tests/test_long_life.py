@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import loss_and_grads, make_batch, same_bits
+from support.batches import make_batch
+from support.calls import loss_and_grads
+from support.comparisons import same_bits
 
 MIB = 2**20
 REPO = Path(__file__).resolve().parent.parent
@@ -232,8 +234,9 @@ ALLOCATIONS = """
 import gc, sys
 sys.path.insert(0, "tests")
 import torch
-from conftest import make_batch, same_bits
 from kernels import get_kernel
+from support.batches import make_batch
+from support.comparisons import same_bits
 
 kernel, grad = get_kernel("kernels-community/tdt-loss", version=1), sys.argv[1] == "True"
 batch = make_batch(B=4, T=600, U=400, V=129, durations=(0, 1, 2, 3, 9), device="cuda")

@@ -6,7 +6,7 @@ return, so those that return row_max or alpha_beta get full lengths: their paddi
 
 import pytest
 import torch
-from conftest import make_batch
+from support.batches import make_batch
 
 RAGGED = {"logit_lengths": [6, 4], "target_lengths": [2, 3]}
 OPTIONS = {"fastemit_lambda": 0.1, "clamp": 0.5, "delay_penalty": 0.1}

@@ -4,11 +4,12 @@ from decimal import Decimal, localcontext
 from math import comb, inf
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from conftest import LABEL_LP, make_batch, transformers_rnnt_loss
-from known_values import (
+from support import oracle
+from support.batches import LABEL_LP, make_batch
+from support.calls import transformers_rnnt_loss
+from support.known_values import (
     DURATIONS_0_1,
     PUBLISHED_GRADIENT,
     PUBLISHED_LOSS,

@@ -4,21 +4,12 @@ import inspect
 
 import pytest
 import torch
-from conftest import (
-    DTYPES,
-    TOLERANCE,
-    Outcome,
-    assert_grads_match,
-    assert_matches,
-    loss_and_grads,
-    make_batch,
-    peak_extra_bytes,
-    reduced,
-    same_bits,
-    through_the_ops,
-    transformers_rnnt_loss,
-)
-from known_values import RNNT_GRADIENT, loss_of_rnnt
+from support.batches import make_batch
+from support.calls import Outcome, loss_and_grads, reduced, through_the_ops, transformers_rnnt_loss
+from support.comparisons import assert_grads_match, assert_matches, same_bits
+from support.known_values import RNNT_GRADIENT, loss_of_rnnt
+from support.memory import peak_extra_bytes
+from support.tolerances import DTYPES, TOLERANCE
 
 RAGGED = {"B": 4, "T": 12, "U": 5, "logit_lengths": [12, 9, 5, 1], "target_lengths": [5, 2, 0, 3]}
 

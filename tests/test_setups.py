@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import test_opcheck
 import torch
-from conftest import loss_and_grads, make_batch, same_bits
+from support.batches import make_batch
+from support.calls import loss_and_grads
+from support.comparisons import same_bits
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint

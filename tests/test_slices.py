@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from conftest import make_batch, peak_extra_bytes
+from support.batches import make_batch
+from support.memory import peak_extra_bytes
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 

@@ -6,8 +6,9 @@ Values come from the oracle, and from differences of the loss itself in float64.
 import pytest
 import torch
 import torch.autograd.forward_ad as fw
-from conftest import make_batch, reduced
-from small_model import FUNCTIONS, loss_and_gradients, make_model, make_speech
+from support.batches import make_batch
+from support.calls import reduced
+from support.small_model import FUNCTIONS, loss_and_gradients, make_model, make_speech
 from torch.func import (
     functional_call,
     grad,
