@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Fuzz the kernel: valid calls against the float64 oracle (fuzz_valid.py), malformed ones against what is documented (fuzz_malformed.py).
+"""Fuzz the kernel: valid calls against the float64 oracle (support/fuzzing/valid.py), malformed
+ones against what is documented (support/fuzzing/malformed.py).
 
     python tests/fuzz.py --cases 10000                            both kinds on the CPU, into benchmarks/results/fuzz-cpu.json
     python tests/fuzz.py --cases 5000 --device cuda --kind valid
@@ -29,7 +30,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 
-KINDS = {"valid": "fuzz_valid", "malformed": "fuzz_malformed"}
+KINDS = {"valid": "support.fuzzing.valid", "malformed": "support.fuzzing.malformed"}
 BATCH = 250  # cases of a process
 SECONDS = 900  # that a process may take
 

@@ -30,6 +30,11 @@ DURATIONS = {
 ROW_SUM, BLANK_LP, LABEL_LP, DUR_LP = 0, 1, 2, 3
 
 
+def record_size(D):
+    """Fields of a node's record, rounded up to 4."""
+    return (3 + D + 3) // 4 * 4
+
+
 @dataclass(frozen=True)
 class Batch:
     """Inputs of one call. Without durations (D = 0) it is a batch of rnnt_loss."""
@@ -124,7 +129,7 @@ class Batch:
     def expected_node_lp(self):
         """(B, max_T, max_U1, R) float64, the first result of the op log_probs: sum of exp(x - max), blank_lp, label_lp, dur_lp; R is 3 + D, rounded up to 4."""
         D = len(self.durations)
-        node_lp = torch.zeros(*self.token_logits.shape[:3], (3 + D + 3) // 4 * 4, dtype=torch.float64)
+        node_lp = torch.zeros(*self.token_logits.shape[:3], record_size(D), dtype=torch.float64)
         for b, (T, U) in enumerate(zip(self.logit_lengths.tolist(), self.target_lengths.tolist())):
             x, z = self.token_logits[b, :T, : U + 1], self.duration_logits[b, :T, : U + 1]
             lp = oracle.log_probs(x, z, self.targets[b, :U], self.blank, self.sigma, self.option("delay_penalty"))
