@@ -1,9 +1,12 @@
 """Dropout of the fused losses: its generator, its mask, and the loss and gradients under it."""
 
+import shutil
+
 import pytest
 import torch
 from support.comparisons import same_bits
 from support.fused import RAGGED, assert_matches, assert_same_bits, dropout_factors, expected, fused, make_problem
+from support.public_calls import CALLS, Inputs, assert_same_outcome
 
 
 def philox(seed, node, group):
@@ -93,3 +96,27 @@ def test_dropout_0_is_no_dropout_and_draws_nothing(kernel, device):
     state = torch.get_rng_state()
     assert_same_bits(fused(kernel, problem, dropout=0.0), fused(kernel, problem))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "name, backend", [("rnnt_loss_fused_joint", "aot_eager"), ("tdt_loss_fused_joint", "inductor")]
+)
+def test_compiled_dropout_has_the_bits_of_eager_mode(kernel, device, name, backend):
+    if backend == "inductor" and not any(map(shutil.which, ("g++", "gcc", "clang"))):
+        pytest.skip("inductor needs a C++ compiler")
+
+    def run(call):
+        inputs = Inputs(device)
+        torch.manual_seed(7)
+        losses = [call(*inputs.head, *inputs.labels) for _ in range(2)]
+        assert losses[0] != losses[1]  # another seed for every call
+        return [*(loss.detach() for loss in losses), *torch.autograd.grad(sum(losses), inputs.head), torch.rand(1)]
+
+    def call(encoder, decoder, weight, bias, *labels):
+        inputs = Inputs.__new__(Inputs)
+        inputs.encoder, inputs.decoder, inputs.weight, inputs.bias = encoder, decoder, weight, bias
+        inputs.labels = labels
+        return CALLS[name](kernel, inputs, dropout=0.4)
+
+    torch._dynamo.reset()
+    assert_same_outcome(run(torch.compile(call, backend=backend)), run(call))

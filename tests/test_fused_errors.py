@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.fused import logits_of, make_problem
+from support.public_calls import CALLS, FUSED, HIDDEN, D, Inputs, V
 
 
 @pytest.mark.parametrize(
@@ -74,3 +75,25 @@ def test_node_indices_outside_the_batch(kernel, device, index):
         else:
             op(*arguments)
             torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("shape", [(0,), (0, 0), (0, HIDDEN), (V + D, 0), (72,)], ids=str)
+def test_a_weight_that_is_not_gathered(kernel, name, shape):
+    """ZeRO-3 and FSDP leave an empty or a flat tensor in the place of a sharded weight."""
+    inputs = Inputs()
+    inputs.weight, inputs.bias = torch.zeros(shape), None
+    with pytest.raises(ValueError, match="weight must have"):
+        CALLS[name](kernel, inputs)
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("field", ["encoder", "decoder", "weight", "bias"])
+def test_other_operands_of_the_wrong_shape(kernel, name, field):
+    for shape in ((), (0,), (0, 0), (2, 2, 2, 2)):
+        inputs = Inputs()
+        setattr(inputs, field, torch.zeros(shape))
+        if name.startswith("rnnt") and shape == () and field in ("weight", "bias"):
+            continue  # this test's own slice of it fails
+        with pytest.raises(ValueError, match=f"{field} must have"):
+            CALLS[name](kernel, inputs)
