@@ -48,3 +48,11 @@ def device(request):
 def api(request):
     """Token and duration logits as two tensors (tdt_loss), or as one (tdt_loss_joint)."""
     return request.param
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """What other tests have compiled does not count, nor what this one compiles for others."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

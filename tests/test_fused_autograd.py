@@ -79,13 +79,6 @@ def test_lengths_on_the_host_save_every_wait(kernel):
 # torch.compile
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("durations", [(0, 1, 2, 3), ()], ids=["tdt", "rnnt"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_compiled_equals_eager(kernel, device, fresh_dynamo, durations, dropout):

@@ -12,9 +12,9 @@ SLICE = {"valid": 400, "malformed": 1500}
 # What was wrong once, and the cases of seed 0 that had found it.
 VALID = {
     "empty logits whose last dimension has a stride were refused (tdt_align)": 13,
-    "the same, rnnt_loss without frames": 25,
-    "the same, tdt_loss_joint of an empty batch": 124,
-    "the same, layers.TDTLoss": 285,
+    "empty logits whose last dimension has a stride were refused (rnnt_loss without frames)": 25,
+    "empty logits whose last dimension has a stride were refused (tdt_loss_joint of an empty batch)": 124,
+    "empty logits whose last dimension has a stride were refused (layers.TDTLoss)": 285,
     "overlapping windows: the gradient went to wrong places, and other ones each time": 194,
     "overlapping windows, float16: the gradient went to wrong places": 244,
     "overlapping windows, two tensors: the gradient went to wrong places": 356,
@@ -25,21 +25,21 @@ MALFORMED = {
     "sigma = -inf gave a number": 375,
     "sigma = NaN went unnoticed": 335,
     "targets on the meta device: an exception that did not name them": 16,
-    "the same, logit_lengths": 204,
+    "logit_lengths on the meta device: an exception that did not name them": 204,
     "a sparse weight: an exception from inside the fused loss": 18,
     "sparse lengths: an exception that did not name them": 20,
     "sparse logits: an exception that did not name them": 22,
     "max_tile_bytes = inf: OverflowError": 64,
     "fastemit_lambda = 10**400: OverflowError": 272,
     "op log_probs with targets of no dimension: an exception that said nothing": 154,
-    "the same, target_lengths": 485,
+    "op log_probs with target_lengths of no dimension: an exception that said nothing": 485,
     "op occupancy with ll of no dimension: an exception that said nothing": 809,
 }
 CHANGED_BEHIND_TORCHS_BACK = {
-    "a label beyond the vocabulary, set before backward: wrote before the row": 121,
-    "the same, tdt_loss with a label of -1": 131,
-    "the same, tdt_loss_joint": 265,
-    "the same, a label of -2**40": 382,
+    "a label beyond the vocabulary (rnnt_loss): wrote before the row": 121,
+    "a label of -1 (tdt_loss): wrote before the row": 131,
+    "a label beyond the vocabulary (tdt_loss_joint): wrote before the row": 265,
+    "a label of -2**40: wrote before the row": 382,
 }
 
 

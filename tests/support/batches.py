@@ -188,3 +188,8 @@ def make_batch(
         sigma=sigma,
         options=options,
     )
+
+
+def zero_batch(**arguments):
+    """All logits 0: every arc of a node is as likely as any other."""
+    return make_batch(**{"scale": 0.0, "durations": (0, 1), "V": 5, **arguments})

@@ -74,3 +74,9 @@ def same_bits(first, second):
         and first.dtype == second.dtype
         and torch.equal(first.contiguous().view(as_int), second.contiguous().view(as_int))
     )
+
+
+def assert_same_bits(outcome, expected, samples=slice(None)):
+    """Losses and gradients of these samples."""
+    for name in ("losses", "grad_tokens", "grad_durations"):
+        assert same_bits(getattr(outcome, name)[samples], getattr(expected, name)[samples]), name
