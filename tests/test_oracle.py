@@ -135,7 +135,7 @@ def test_number_of_alignments():
 
 
 @pytest.mark.parametrize("T, U, durations", [(4, 2, (0, 1, 2)), (5, 2, (1, 2)), (3, 2, (0, 1, 1)), (4, 2, ())])
-def test_alpha_and_beta_meet_at_every_frame(T, U, durations):
+def test_alpha_and_beta_give_the_likelihood_at_every_frame(T, U, durations):
     batch = make_batch(T=T, U=U, durations=durations, dtype=torch.float64)
     ll, (alpha, beta) = batch.expected.ll[0], batch.expected.alpha_beta[0]
     assert beta[0, 0, 0] == ll
