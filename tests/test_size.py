@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_matches, loss_and_grads, make_batch, same_bits
-from known_values import loss_of_durations_0_1, loss_of_durations_1, loss_of_rnnt
+from support.batches import make_batch
+from support.calls import loss_and_grads
+from support.comparisons import assert_matches, same_bits
+from support.known_values import loss_of_durations_0_1, loss_of_durations_1, loss_of_rnnt
 
 KINDS = {"tdt 0 1": (0, 1), "tdt 1": (1,), "rnnt": ()}
 every_kind = pytest.mark.parametrize("durations", KINDS.values(), ids=KINDS.keys())
