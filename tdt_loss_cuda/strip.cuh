@@ -13,9 +13,7 @@
 
 namespace tdt::cuda {
 
-// The first warp marches, one sends and receives, the others have a step of each chunk. Warps n, n + 4, ... share a
-// scheduler, and the one that sends and receives leaves most of it to the march.
-constexpr int kExchange = 4;
+// The first warp marches, the last one sends and receives, those between have a step of each chunk.
 template <class Ring>
 constexpr int kThreadsOf = (Ring::kChunk + 2) * kWarp;
 
@@ -80,7 +78,7 @@ class Strip {
         march.chunk(stage(chunk), frame(chunk, 0, lane));
         meet();
       }
-    } else if (warp == kExchange) {
+    } else if (warp == Ring::kChunk + 1) {
       receive(0, lane, look(0, lane));
       Handover next = look(1, lane);
       meet();
@@ -94,7 +92,7 @@ class Strip {
       __syncwarp();
       if (p_.ended && lane == 0) publish(p_.ended + chain_, 1);
     } else {
-      const int step = warp < kExchange ? warp - 1 : warp - 2;
+      const int step = warp - 1;
       weigh(0, step, lane, load(0, step, lane, own));
       Record next = load(1, step, lane, own);
       meet();
