@@ -59,12 +59,16 @@ def test_node_indices_outside_the_batch(kernel, device, index):
     )
     saved, count = (node_lp, row_max, ll, alpha_beta), 45
     nodes = torch.tensor([3, index, 7], dtype=torch.int32, device=device)
-    tile = logits.flatten(0, 2)[:3].clone()
-    hidden, joint = tile.new_zeros(3, 24), (problem.encoder, problem.decoder, nodes, 0, 0.0, 0)
+    tile = torch.nn.functional.pad(logits.flatten(0, 2)[:3], (0, -logits.shape[-1] % 8))
+    bias, out = torch.zeros_like(tile[0]), torch.empty_like(tile)
+    hidden, joint = tile.new_zeros(3, 24), (problem.encoder, problem.decoder, nodes, 0, 0.0, 0, 0)
     row_of_node = torch.full((count,), -1, dtype=torch.int32, device=device)
     calls = [
-        (ops.log_probs_tile_, tile, nodes, node_lp, row_max, *problem.labels, problem.blank, 21, 4, 0.0, 0.0),
-        (ops.gradient_tile_, loss, weights, tile, nodes, *problem.labels, *saved, problem.blank, 21, arcs, *shaping),
+        (ops.log_probs_tile_, tile, bias, nodes, node_lp, row_max, *problem.labels, problem.blank, 21, 4, 0.0, 0.0),
+        (
+            *(ops.gradient_tile_, out, None, loss, weights, tile, bias, nodes),
+            *(*problem.labels, *saved, problem.blank, 21, arcs, *shaping),
+        ),
         (ops.joint_hidden_, hidden, *joint),
         (ops.joint_hidden_backward_, torch.zeros_like(problem.encoder), None, hidden, *joint, row_of_node, 0),
     ]

@@ -5,8 +5,8 @@ import torch
 from support import op_cases
 from support.public_calls import Inputs, assert_same_outcome, outcome
 
-NODES_AT = {"log_probs_tile_": 1, "gradient_tile_": 3, "joint_hidden_": 3, "joint_hidden_backward_": 5}
-SUMS_AT = {"log_probs_tile_": (2, 3), "gradient_tile_": (), "joint_hidden_": (), "joint_hidden_backward_": (0, 1)}
+NODES_AT = {"log_probs_tile_": 2, "gradient_tile_": 6, "joint_hidden_": 3, "joint_hidden_backward_": 5}
+SUMS_AT = {"log_probs_tile_": (3, 4), "gradient_tile_": (0, 1), "joint_hidden_": (), "joint_hidden_backward_": (0, 1)}
 
 
 def guarded(x, margin=4096, mark=7.0):
@@ -30,9 +30,9 @@ def cases_of(kernel, op, device):
                 args[at], around = guarded(args[at].detach())
                 guards.append((args[at], around))
         if op == "log_probs_tile_":
-            count = args[2].shape[:3].numel()
+            count = args[3].shape[:3].numel()
         elif op == "gradient_tile_":
-            count = args[7].shape[:3].numel()
+            count = args[10].shape[:3].numel()
         else:
             encoder, decoder = args[NODES_AT[op] - 2 : NODES_AT[op]]
             count = encoder.shape[0] * encoder.shape[1] * decoder.shape[1]

@@ -322,7 +322,7 @@ def test_impossible_numbers_of_durations_are_refused(kernel, device, num_duratio
     node_lp, row_max = torch.zeros(1, 2, 2, 8, device=device), torch.zeros(1, 2, 2, device=device)
     tile, nodes = logits[0, 0, :1], torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(RuntimeError, match="durations: from 0 to 64 are supported, got"):
-        kernel.loss.ops.log_probs_tile_(tile, nodes, node_lp, row_max, *labels, 0, 40, num_durations, 0.0, 0.0)
+        kernel.loss.ops.log_probs_tile_(tile, tile[0], nodes, node_lp, row_max, *labels, 0, 40, num_durations, 0.0, 0.0)
 
 
 @pytest.mark.cuda

@@ -100,9 +100,9 @@ class Outcome:
 
 
 def fused(kernel, problem, reduction="none", *, upstream=None, **options):
-    """Forward and backward through the kernel, as a user would."""
+    """Forward and backward through the kernel, as a user would, over all rows unless a tolerance is given."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in problem.operands]
-    options = {"activation": problem.activation, **problem.options, **options}
+    options = {"activation": problem.activation, "tolerance": 0.0, **problem.options, **options}
     if problem.durations:
         rest = (*problem.labels, problem.blank, list(problem.durations), problem.sigma, reduction)
         loss, stats = kernel.tdt_loss_fused_joint(*leaves, *rest, return_stats=True, **options)
@@ -168,5 +168,5 @@ def dropout_factors(kernel, dropout, seed, B=2, T=10, U1=5, H=64, dtype=torch.fl
     ones, zeros = torch.ones(B, T, H, dtype=dtype, device=device), torch.zeros(B, U1, H, dtype=dtype, device=device)
     nodes = torch.arange(B * T * U1, dtype=torch.int32, device=device)
     hidden = torch.empty(len(nodes), H, dtype=dtype, device=device)
-    kernel.loss.ops.joint_hidden_(hidden, ones, zeros, nodes, 0, dropout, seed)
+    kernel.loss.ops.joint_hidden_(hidden, ones, zeros, nodes, 0, dropout, seed, 0)
     return hidden.view(B, T, U1, H)

@@ -102,13 +102,17 @@ def align(ops, device):
             yield saved_of(ops, batch, api)[2][0], *batch.lengths, *arcs_of(batch)
 
 
-# Tiles: every third node, in a tile that is wider than the logits.
+# Tiles: every third node, of more columns than the logits have
 
 
 def tile_of(batch):
+    """Rows without the bias in the accumulation dtype, the bias, and the nodes."""
     logits = batch.op_logits("joint")[0].flatten(0, 2)
     nodes = torch.arange(0, len(logits), 3, dtype=torch.int32, device=logits.device)
-    return torch.nn.functional.pad(logits[nodes], (0, 5)), nodes
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    tile = torch.nn.functional.pad(logits[nodes].to(wide), (0, -logits.shape[1] % 8 + 8))
+    bias = torch.linspace(-1, 1, tile.shape[1], dtype=wide, device=tile.device)
+    return tile - bias, bias, nodes
 
 
 def log_probs_tile_(ops, device):
@@ -125,7 +129,70 @@ def gradient_tile_(ops, device):
         blank, durations = batch.op_arcs
         shaping = map(batch.option, ("omega", "fastemit_lambda", "clamp"))
         arcs = (blank, batch.token_logits.shape[-1], durations)
-        yield grad_loss, weights, *tile_of(batch), *batch.lengths, *saved, *arcs, *shaping
+        tile, bias, nodes = tile_of(batch)
+        out, sums = torch.empty_like(tile, dtype=batch.token_logits.dtype), tile.new_empty(1, tile.shape[1])
+        given = (grad_loss, weights, tile, bias, nodes, *batch.lengths, *saved, *arcs, *map(float, shaping))
+        yield out, sums, *given
+        yield out, None, *given
+
+
+# The band
+
+
+def list_rows_(ops, device):
+    table = torch.tensor([[12, 12, 20], [0, 12, 12], [12, 0, 8], [3, 1, 4]], device=device)
+    yield torch.empty(10, dtype=torch.int32, device=device), table, 0, 2, 4, 4
+
+
+def head(dtype, device):
+    """Weight, bias, and logits of some pilots."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weight = torch.randn(27, 16, device=device).to(dtype)
+    return weight, torch.randn(27, dtype=wide, device=device), torch.randn(9, 32, dtype=wide, device=device)
+
+
+def pilots(ops, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, bias, logits = head(dtype, device)
+        yield logits, bias, weight, 24, 2, 5, 3, 0, 0.0
+
+
+def narrowed(ops, device, dtype):
+    """Arguments of bound_columns, for three samples with up to four labels."""
+    weight, bias, logits = head(dtype, device)
+    said = ops.pilots(logits, bias, weight, 24, 2, 5, 3, 1, 0.5)
+    targets = torch.tensor([[1, 1, 24, 3], [0, 4, 8, 2], [7, 5, 99, -1]], device=device)
+    return weight, bias, targets, torch.tensor([4, 3, 2], device=device), *said, 24, 5, 2, 24
+
+
+def bound_columns(ops, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        yield narrowed(ops, device, dtype)
+
+
+def bound_rows_(ops, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        arguments = narrowed(ops, device, dtype)
+        _, bias, counted = ops.bound_columns(*arguments)
+        targets, target_lengths = arguments[2:4]
+        nodes = torch.arange(0, 90, 4, dtype=torch.int32, device=device)
+        rows, node_lp = torch.randn(len(nodes), 24, device=device), torch.zeros(3, 6, 5, 8, device=device)
+        labels = (targets, torch.tensor([6, 5, 4], device=device), target_lengths)
+        split = dtype != torch.float32
+        yield rows, bias, counted, nodes, node_lp, *labels, 25, 2, 5, 3, split, 0.05, 0.1, 2.0**-16
+
+
+def posterior(ops, device):
+    for batch, api in every_batch(device, **RAGGED):
+        _, _, (node_lp, _, ll, alpha_beta) = saved_of(ops, batch, api)
+        yield node_lp, alpha_beta, ll, *batch.lengths, float(batch.option("omega")), 1.5
+
+
+def select_nodes_(ops, device):
+    for (node_lp, alpha_beta, ll, *labels, omega, factor) in posterior(ops, device):
+        mass = ops.posterior(node_lp, alpha_beta, ll, *labels, omega, factor)
+        yield None, mass, ll, *labels, omega, 1e-3
+        yield torch.zeros_like(mass, dtype=torch.uint8), mass, ll, *labels, omega, 0.0
 
 
 def hidden_layers(device):
@@ -134,7 +201,7 @@ def hidden_layers(device):
         encoder, decoder = torch.randn(2, 6, 24), torch.randn(2, 4, 24)
         nodes = torch.arange(0, 48, 3, dtype=torch.int32, device=device)
         hidden, encoder, decoder = (x.to(device, dtype) for x in (torch.randn(16, 24), encoder, decoder))
-        yield hidden, (encoder, decoder, nodes, 1, dropout, 5)
+        yield hidden, (encoder, decoder, nodes, 1, dropout, 5, 100)
 
 
 def joint_hidden_(ops, device):
@@ -165,7 +232,7 @@ def fused_arguments(device):
             dropout, seed = (0.3, torch.tensor(5)) if dtype == torch.float16 else (0.0, None)
             options = map(batch.option, ("delay_penalty", "omega", "fastemit_lambda", "clamp"))
             blank, durations = batch.op_arcs
-            problem = (blank, N - len(durations), durations, 0.05, *options, True, 3, 0, dropout, 1 << 12, 0.0, dtype)
+            problem = (blank, N - len(durations), durations, 0.05, *options, True, 3, 0, dropout, 1 << 12, 0.0, 1e-6, dtype)
             yield (*operands, *batch.lengths, *batch.lengths[1:], seed), problem
 
 
@@ -205,6 +272,12 @@ CASES = [
     gradient,
     gradient_,
     gradient_tile_,
+    list_rows_,
+    pilots,
+    bound_columns,
+    bound_rows_,
+    posterior,
+    select_nodes_,
     occupancy,
     node_occupancy,
     align,

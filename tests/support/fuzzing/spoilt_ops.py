@@ -54,14 +54,16 @@ def op_arguments(kernel, draw: Draw, device: str, op: str) -> list:
     if op == "node_occupancy":
         return [node_lp, ll, alpha_beta, *labels, durations, V, omega, 0.1]
     nodes = torch.arange(0, batch.valid.numel(), 2, dtype=torch.int32, device=device)
-    tile = batch.joint.flatten(0, 2)[nodes.long()].clone()
+    tile = torch.nn.functional.pad(batch.joint.flatten(0, 2)[nodes.long()], (0, -(V + D) % 8))
+    bias = torch.ones_like(tile[0])
     if op == "log_probs_tile_":
-        return [tile, nodes, node_lp, row_max, *labels, blank, V, D, 0.0, 0.0]
+        return [tile, bias, nodes, node_lp, row_max, *labels, blank, V, D, 0.0, 0.0]
     if op == "gradient_tile_":
-        return [torch.ones_like(loss), weights, tile, nodes, *labels, *saved, blank, V, durations, omega, 0.1, 0.0]
+        pieces = [torch.empty_like(tile), tile.new_empty(-(-len(tile) // 32), tile.shape[1])]
+        return [*pieces, torch.ones_like(loss), weights, tile, bias, nodes, *labels, *saved, blank, V, durations, omega, 0.1, 0.0]
     encoder = torch.ones(batch.token_logits.shape[0], 4, 6, dtype=tile.dtype, device=device)
     decoder, hidden = encoder.clone(), torch.zeros(len(nodes), 6, dtype=tile.dtype, device=device)
-    layer = [encoder, decoder, nodes, 0, 0.25, 7]
+    layer = [encoder, decoder, nodes, 0, 0.25, 7, 0]
     if op == "joint_hidden_":
         return [hidden, *layer]
     row_of_node = torch.full((batch.valid.numel(),), -1, dtype=torch.int32, device=device)
