@@ -1,11 +1,14 @@
-// What a backend provides: the stages of the loss on plain structs. The ops of torch-ext/torch_binding.h check their
+// What a backend provides: the stages of the loss on plain structs. The ops of torch-ext/*_ops.h check their
 // arguments, allocate, and call these; tdt_loss_cpu and tdt_loss_cuda implement them under the same names.
 #pragma once
 
+#include <algorithm>
+#include <limits>
+
 #include "align.h"
-#include "checks.h"
 #include "joint.h"
 #include "reduction.h"
+#include "tensors.h"
 
 namespace tdt {
 

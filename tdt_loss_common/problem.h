@@ -157,6 +157,12 @@ struct Rows {
   }
 };
 
+// Token and duration rows: two tensors, or the two column ranges of a joint one.
+template <typename S>
+struct LogitRows {
+  Rows<S> tokens, durations;
+};
+
 // One record per node: the sum of exp(x - max(x)) over its row of token logits, eq. 1, eq. 2, then eq. 3 for each
 // duration. Padded so that a record is a multiple of 16 bytes; for five durations in float32 it is one 32-byte sector,
 // which a lattice thread and a gradient row each read whole.

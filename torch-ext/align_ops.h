@@ -1,7 +1,10 @@
 // The op `align` as a function, for both backends: checks, outputs, then the backend. Schema: torch_binding.cpp.
 #pragma once
 
-#include "torch_binding.h"
+#include <tuple>
+
+#include "../tdt_loss_common/backend.h"
+#include "../tdt_loss_common/checks.h"
 
 namespace tdt {
 

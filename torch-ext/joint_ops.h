@@ -2,7 +2,8 @@
 // torch_binding.cpp.
 #pragma once
 
-#include "torch_binding.h"
+#include "../tdt_loss_common/backend.h"
+#include "../tdt_loss_common/checks.h"
 
 namespace tdt {
 

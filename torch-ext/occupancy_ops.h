@@ -1,7 +1,10 @@
 // The ops of occupancies as functions, once for both backends. Schemas: torch_binding.cpp.
 #pragma once
 
-#include "torch_binding.h"
+#include <tuple>
+
+#include "../tdt_loss_common/backend.h"
+#include "../tdt_loss_common/checks.h"
 
 namespace tdt {
 

@@ -1,39 +1,30 @@
-// The ops of the package as functions, once for both backends: each checks its arguments, allocates its outputs, and
-// lets the backend compute. Schemas: torch_binding.cpp. Layouts of node_lp, ll and alpha_beta: tdt_loss_common.
+// The ops of the losses and their gradients as functions, once for both backends: each checks its arguments, allocates
+// its outputs, and lets the backend compute. Schemas: torch_binding.cpp. Layouts of node_lp, ll and alpha_beta:
+// tdt_loss_common.
 #pragma once
 
 #include <tuple>
 
 #include "../tdt_loss_common/backend.h"
+#include "../tdt_loss_common/checks.h"
 
 namespace tdt {
 
-template <typename Acc>
-const Acc* const_data(const Tensor& t) {
-  return static_cast<const Acc*>(t.const_data_ptr());
+template <typename S>
+Rows<S> rows_of(const Tensor& t, int64_t column = 0) {
+  S* data = static_cast<S*>(t.data_ptr()) + column;
+  if (t.dim() == 2) return {data, t.stride(0), 0, 0, 0};  // a tile
+  return {data, 0, t.stride(0), t.stride(1), t.stride(2)};
 }
-template <typename Acc>
-Acc* mutable_data(const Tensor& t) {
-  return static_cast<Acc*>(t.mutable_data_ptr());
+
+template <typename S>
+LogitRows<S> logit_rows(const Tensor& logits, const OptionalTensor& duration_logits, int64_t V) {
+  return {rows_of<S>(logits), duration_logits ? rows_of<S>(*duration_logits) : rows_of<S>(logits, V)};
 }
 
 template <typename Acc>
 NodeRecords<Acc> node_records(const Tensor& node_lp, const Tensor& row_max) {
   return {mutable_data<Acc>(node_lp), mutable_data<Acc>(row_max)};
-}
-
-// Calls f with a zero of the C++ type of log-probabilities and losses.
-template <typename F>
-void dispatch_accumulate(ScalarType type, F&& f) {
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double,
-                  "log-probabilities and losses must be float32 or float64");
-  type == ScalarType::Double ? f(double{}) : f(float{});
-}
-
-// How many lattices the loss mixes: TDT and RNN-T, or one.
-inline int lattices_of(const Arcs& arcs, double omega) {
-  STD_TORCH_CHECK(omega >= 0 && omega <= 1, "omega must be in [0, 1], got ", omega);
-  return omega > 0 && !arcs.rnnt ? 2 : 1;
 }
 
 // eq. 1-3 of every node: node_lp (B, T, U1, record_size(D)) and row_max (B, T, U1).
@@ -191,7 +182,7 @@ void dense_gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_d
   gradient_into<Backend>(grad_logits, grad_durations, logits, duration_logits, batch, {batch.nodes(), nullptr}, a);
 }
 
-// Room for a gradient, with the strides of the logits. Where the elements of these overlap, torch may order the
+// An uninitialized gradient with the strides of the logits. Where the elements of these overlap, torch may order the
 // dimensions in another way; rows must stay dense.
 inline Tensor gradient_like(const Tensor& logits) {
   Tensor grad = torch::stable::empty_like(logits);
