@@ -53,21 +53,22 @@ TDT_HD int64_t lattice_index(const Extent& extent, int t, int u) {
 // The best step out of (t, u), from the node's record and the `best` of all nodes with larger t + u.
 template <typename Acc>
 TDT_HD BestStep best_step(const Arcs& arcs, const Extent& extent, int t, int u, const Acc* record, const double* best) {
-  const bool labels_left = u < extent.U;
-  const int frames_left = extent.T - t;
-  const double blank_lp = record[kBlankLp], label_lp = labels_left ? static_cast<double>(record[kLabelLp]) : -INFINITY;
+  const int frames_left = extent.T - t, labels_left = extent.U - u;
+  const double blank_lp = record[kBlankLp],
+               label_lp = labels_left > 0 ? static_cast<double>(record[kLabelLp]) : -INFINITY;
   bool nan = blank_lp != blank_lp || label_lp != label_lp;
   BestArc blank, label;
   for (int i = 0; i < arcs.n; ++i) {
     const int d = arcs.d[i];
     const double dur_lp = arcs.dur_lp(record, i);
     nan = nan || dur_lp != dur_lp;
-    if (d < frames_left) {
+    const Departures out = arcs.departures(i, frames_left, labels_left);
+    if (out.lands) {
       const double* target = best + lattice_index(extent, t + d, u);
-      if (arcs.has_blank(i)) blank.offer(blank_lp + dur_lp + target[0], i, d);
-      if (arcs.has_label(i) && labels_left) label.offer(label_lp + dur_lp + target[1], i, d);
-    } else if (d == frames_left && !labels_left) {
-      blank.offer(blank_lp + dur_lp, i, d);  // the exit; d > 0, as frames_left is
+      if (out.blank) blank.offer(blank_lp + dur_lp + target[0], i, d);
+      if (out.label) label.offer(label_lp + dur_lp + target[1], i, d);
+    } else if (out.blank) {
+      blank.offer(blank_lp + dur_lp, i, d);  // to the exit
     }
   }
   const bool is_label = label.score >= blank.score;

@@ -62,16 +62,18 @@ inline Batch batch_of(const Tensor& logits, const Tensor& targets, const Tensor&
   for (const Tensor* t : {&targets, &logit_lengths, &target_lengths}) {
     STD_TORCH_CHECK(t->device() == logits.device(), "targets and lengths must be on the device of the logits");
   }
-  return {static_cast<int>(B),
-          static_cast<int>(logits.size(1)),
-          static_cast<int>(logits.size(2)),
+  const Grid grid(B, logits.size(1), logits.size(2));
+  return {{},
+          grid.B,
+          grid.max_T,
+          grid.max_U1,
           static_cast<int>(V),
           static_cast<int>(D),
           index_view(targets, 2, "targets"),
           index_view(logit_lengths, 1, "logit_lengths"),
           index_view(target_lengths, 1, "target_lengths"),
-          Divider::of(std::max<int>(1, static_cast<int>(logits.size(1)))),
-          Divider::of(std::max<int>(1, static_cast<int>(logits.size(2))))};
+          grid.by_max_T,
+          grid.by_max_U1};
 }
 
 // What sigma and delay_penalty add to an arc and to a path stays inside what the lattice can represent, -2.9e6 and

@@ -33,15 +33,13 @@ struct OccupiedNode {
   // eq. 7 of arc pair i. Where an arc does not exist another address is read and the value dropped: without branches
   // the loads of several arcs are in flight together.
   TDT_HD ArcPair<Acc> arc(int i) const {
-    const bool lands = arcs.d[i] < frames_left, emits = labels_left > 0;
-    const bool exits = arcs.d[i] == frames_left && !emits;  // the final blank, beta = 1
-    const double* const to = beta + (lands ? static_cast<int64_t>(arcs.d[i]) * U1 : 0);
-    const double beta_blank = to[0], beta_label = to[emits ? 1 : 0];
+    const Departures out = arcs.departures(i, frames_left, labels_left);
+    const double* const to = beta + (out.lands ? static_cast<int64_t>(arcs.d[i]) * U1 : 0);
+    const double beta_blank = to[0], beta_label = to[labels_left > 0 ? 1 : 0];
     const double dur_lp = arcs.dur_lp(record, i);
-    const Acc blank = exp_of_sum(Acc(0), from + record[kBlankLp] + dur_lp + (lands ? beta_blank : 0.0));
+    const Acc blank = exp_of_sum(Acc(0), from + record[kBlankLp] + dur_lp + (out.lands ? beta_blank : 0.0));
     const Acc label = exp_of_sum(Acc(0), from + record[kLabelLp] + dur_lp + beta_label);
-    return {arcs.has_blank(i) && (lands || exits) ? blank : Acc(0),
-            arcs.has_label(i) && emits && lands ? label : Acc(0)};
+    return {out.blank ? blank : Acc(0), out.label ? label : Acc(0)};
   }
 };
 

@@ -4,6 +4,7 @@
 // sample.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -15,6 +16,12 @@ constexpr int kMaxDurations = 64;
 // Columns of a row of logits, so that an int still counts them with what a loop adds to them.
 constexpr int kMostColumns = std::numeric_limits<int>::max() - (1 << 16);
 
+// What leaves a node by one pair of arcs. Both land where their frame t + d_i is inside the sample. A blank from the
+// last label position may also take the exit, where t + d_i = T.
+struct Departures {
+  bool lands, blank, label;
+};
+
 // The arcs that may leave a node: for each i a blank and a label arc of d_i frames. TDT has one such pair for each of
 // its durations; RNN-T a blank of one frame and a label of none, without duration log-probabilities. By value: no
 // device memory, so that a call can be captured in a CUDA graph.
@@ -25,6 +32,11 @@ struct Arcs {
 
   TDT_HD bool has_blank(int i) const { return d[i] > 0; }
   TDT_HD bool has_label(int i) const { return !rnnt || d[i] == 0; }
+  // frames_left: T - t; labels_left: U - u
+  TDT_HD Departures departures(int i, int frames_left, int labels_left) const {
+    const bool lands = d[i] < frames_left, emits = labels_left > 0, exits = d[i] == frames_left && !emits;
+    return {lands, has_blank(i) && (lands || exits), has_label(i) && emits && lands};
+  }
   // eq. 3 of arc pair i, from a node's record
   template <typename Acc>
   TDT_HD Acc dur_lp(const Acc* record, int i) const;
@@ -87,28 +99,50 @@ struct Extent {
   TDT_HD uint32_t nodes() const { return ok ? static_cast<uint32_t>(T) * (U + 1) : 0; }
 };
 
-struct Batch {
+// How the nodes of the tensors, padding among them, are counted: (b * max_T + t) * max_U1 + u. `Sizes` has B, max_T,
+// max_U1 and the dividers by the last two.
+template <class Sizes>
+struct NodeIndexing {
+  TDT_HD int64_t nodes() const { return static_cast<int64_t>(its().B) * its().max_T * its().max_U1; }
+  // A node index back to (b, t, u); there are fewer than 2^31 nodes.
+  TDT_HD Node node_at(int64_t node) const {
+    const uint32_t frame = its().by_max_U1.quotient(static_cast<uint32_t>(node)), b = its().by_max_T.quotient(frame);
+    return {static_cast<int>(b), static_cast<int>(frame - b * its().max_T),
+            static_cast<int>(node - static_cast<int64_t>(frame) * its().max_U1)};
+  }
+  // A node index from a list that nobody has checked, brought into the tensors.
+  TDT_HD int64_t bounded(int32_t node) const {
+    const uint32_t last = static_cast<uint32_t>(its().B) * its().max_T * its().max_U1 - 1;
+    const uint32_t given = static_cast<uint32_t>(node);
+    return given < last ? given : last;
+  }
+  TDT_HD int64_t node(int b, int t, int u) const {
+    return static_cast<int>((static_cast<uint32_t>(b) * its().max_T + t) * its().max_U1 + u);
+  }
+
+ private:
+  TDT_HD const Sizes& its() const { return static_cast<const Sizes&>(*this); }
+};
+
+// The nodes alone, for who needs neither labels nor lengths.
+struct Grid : NodeIndexing<Grid> {
+  int B, max_T, max_U1;
+  Divider by_max_T, by_max_U1;
+
+  Grid(int64_t B, int64_t max_T, int64_t max_U1)
+      : B(static_cast<int>(B)),
+        max_T(static_cast<int>(max_T)),
+        max_U1(static_cast<int>(max_U1)),
+        by_max_T(Divider::of(std::max(1, this->max_T))),
+        by_max_U1(Divider::of(std::max(1, this->max_U1))) {}
+};
+
+struct Batch : NodeIndexing<Batch> {
   int B, max_T, max_U1, V, D;
   IndexView targets;         // (B, >= max_U1 - 1)
   IndexView logit_lengths;   // (B,)
   IndexView target_lengths;  // (B,)
   Divider by_max_T, by_max_U1;
-
-  TDT_HD int64_t nodes() const { return static_cast<int64_t>(B) * max_T * max_U1; }
-  // A node index back to (b, t, u); there are fewer than 2^31 nodes.
-  TDT_HD Node node_at(int64_t node) const {
-    const uint32_t frame = by_max_U1.quotient(static_cast<uint32_t>(node)), b = by_max_T.quotient(frame);
-    return {static_cast<int>(b), static_cast<int>(frame - b * max_T),
-            static_cast<int>(node - static_cast<int64_t>(frame) * max_U1)};
-  }
-  // A node index from a list that nobody has checked, brought into the tensors.
-  TDT_HD int64_t bounded(int32_t node) const {
-    const uint32_t last = static_cast<uint32_t>(B) * max_T * max_U1 - 1, given = static_cast<uint32_t>(node);
-    return given < last ? given : last;
-  }
-  TDT_HD int64_t node(int b, int t, int u) const {
-    return static_cast<int>((static_cast<uint32_t>(b) * max_T + t) * max_U1 + u);
-  }
 
   TDT_HD Extent extent(int b) const {
     const int64_t T = logit_lengths.at(b), U = target_lengths.at(b);

@@ -30,7 +30,7 @@ void Cpu::joint_hidden(const Tensor&, const Joint<S>& joint, int64_t rows, const
   using Acc = accumulate_t<S>;
   torch::stable::parallel_for(0, rows, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const Node at = joint.batch.node_at(nodes[row]);
+      const Node at = joint.grid.node_at(nodes[row]);
       const S* f = joint.encoder + joint.encoder_row(at);
       const S* g = joint.decoder + joint.decoder_row(at);
       S* out = hidden + row * joint.H;
@@ -49,7 +49,7 @@ void Cpu::joint_hidden_backward(const Tensor&, const Joint<S>& joint, const Hidd
   using Acc = accumulate_t<S>;
   torch::stable::parallel_for(0, (joint.H + 3) / 4, kGroupGrain, [&](int64_t begin, int64_t end) {
     for (int64_t row = 0; row < p.rows; ++row) {
-      const Node at = joint.batch.node_at(p.nodes[row]);
+      const Node at = joint.grid.node_at(p.nodes[row]);
       const int64_t in_encoder = joint.encoder_row(at), in_decoder = joint.decoder_row(at);
       const S* d_hidden = p.d_hidden + row * joint.H;
       const int last = static_cast<int>(std::min<int64_t>(4 * end, joint.H));

@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(kBlock)
   using Acc = accumulate_t<S>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (row >= rows) return;
-  const int64_t node = joint.batch.bounded(nodes[row]);
-  const Node at = joint.batch.node_at(node);
+  const int64_t node = joint.grid.bounded(nodes[row]);
+  const Node at = joint.grid.node_at(node);
   const S* f = joint.encoder + joint.encoder_row(at);
   const S* g = joint.decoder + joint.decoder_row(at);
   for (int column = threadIdx.x % kWarp * kSize; column < joint.H; column += kWarp * kSize) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void add_rows(const Joint<S>& joint, const S* d_hidde
       if (chosen == 0 || !inside) from[k] = -1;
       chosen &= chosen - 1;
       if (from[k] < 0) continue;
-      const Node at = joint.batch.node_at(from[k]);
+      const Node at = joint.grid.node_at(from[k]);
       d[k] = Units<S, kSize>::load(d_hidden + row_k * joint.H + column);
       f[k] = Units<S, kSize>::load(joint.encoder + joint.encoder_row(at) + column);
       g[k] = Units<S, kSize>::load(joint.decoder + joint.decoder_row(at) + column);
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kBlock, 2)
                             const __grid_constant__ HiddenGradient<S, accumulate_t<S>> p) {
   using Acc = accumulate_t<S>;
   const int lane = threadIdx.x % kWarp, column = own_column<kSize>();
-  const auto frame_of = [&](int node) { return joint.batch.by_max_U1.quotient(joint.batch.bounded(node)); };
+  const auto frame_of = [&](int node) { return joint.grid.by_max_U1.quotient(joint.grid.bounded(node)); };
   int64_t row = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp) * kRowsPerWarp;
   const int64_t end = min(row + kRowsPerWarp, p.rows);
   while (row < end) {
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kBlock, 2)
     Acc sum[kSize] = {};
     unsigned chosen = kFullMask;
     while (chosen == kFullMask) {
-      const int own = row + lane < p.rows ? static_cast<int>(joint.batch.bounded(p.nodes[row + lane])) : -1;
+      const int own = row + lane < p.rows ? static_cast<int>(joint.grid.bounded(p.nodes[row + lane])) : -1;
       chosen = __ballot_sync(kFullMask, own >= 0 && frame_of(own) == frame);
       add_rows(joint, p.d_hidden, chosen, static_cast<int>(row + lane), own, column, sum);
       row += __popc(chosen);
@@ -172,25 +172,25 @@ __global__ void __launch_bounds__(kBlock, 2)
     decoder_gradient_kernel(const __grid_constant__ Joint<S> joint,
                             const __grid_constant__ HiddenGradient<S, accumulate_t<S>> p) {
   using Acc = accumulate_t<S>;
-  const Batch& batch = joint.batch;
+  const Grid& grid = joint.grid;
   const int lane = threadIdx.x % kWarp, column = own_column<kSize>();
   const int u = blockIdx.x * kWarps + threadIdx.x / kWarp;
-  if (u >= batch.max_U1) return;
-  const Node first = batch.node_at(batch.bounded(p.nodes[0]));
-  const Node last = batch.node_at(batch.bounded(p.nodes[p.rows - 1]));
+  if (u >= grid.max_U1) return;
+  const Node first = grid.node_at(grid.bounded(p.nodes[0]));
+  const Node last = grid.node_at(grid.bounded(p.nodes[p.rows - 1]));
   for (int b = first.b + blockIdx.z; b <= last.b; b += gridDim.z) {
-    const int begin = b == first.b ? first.t : 0, end = b == last.b ? last.t + 1 : batch.max_T;
+    const int begin = b == first.b ? first.t : 0, end = b == last.b ? last.t + 1 : grid.max_T;
     Acc sum[kSize] = {};
     bool any = false;
     for (int t = begin; t < end; t += kWarp) {
-      const int64_t node = batch.node(b, t + lane, u);
+      const int64_t node = grid.node(b, t + lane, u);
       const int64_t row = t + lane < end ? p.row_of_node[node] - p.first : -1;
       const unsigned chosen = __ballot_sync(kFullMask, row >= 0 && row < p.rows);
       add_rows(joint, p.d_hidden, chosen, static_cast<int>(row), static_cast<int>(node), column, sum);
       any = any || chosen != 0;
     }
     if (any && column < joint.H)
-      add_to(p.d_decoder + (static_cast<int64_t>(b) * batch.max_U1 + u) * joint.H + column, sum);
+      add_to(p.d_decoder + (static_cast<int64_t>(b) * grid.max_U1 + u) * joint.H + column, sum);
   }
 }
 
@@ -235,8 +235,8 @@ void Cuda::joint_hidden_backward(const Tensor& like, const Joint<S>& joint,
       cuda::encoder_gradient_kernel<S, kSize><<<grid, cuda::kBlock, 0, scope.stream()>>>(joint, p);
     }
     if (p.d_decoder) {
-      const dim3 grid(cuda::blocks_for(joint.batch.max_U1, cuda::kWarps), columns,
-                      std::min(joint.batch.B, cuda::kSamplesAtOnce));
+      const dim3 grid(cuda::blocks_for(joint.grid.max_U1, cuda::kWarps), columns,
+                      std::min(joint.grid.B, cuda::kSamplesAtOnce));
       cuda::decoder_gradient_kernel<S, kSize><<<grid, cuda::kBlock, 0, scope.stream()>>>(joint, p);
     }
   });
