@@ -13,7 +13,10 @@
 namespace tdt {
 
 template <typename Acc>
-struct AlignOutput {
+struct AlignTask {
+  Batch batch;
+  Arcs arcs;
+  const Acc* node_lp;  // (B, T, U1, record_size(D))
   int64_t* frames;     // (B, U) the frame of each label, -1 beyond the labels of a sample
   int64_t* durations;  // (B, U) its duration in frames, likewise
   int64_t U;           // columns of the two, at least max_U1 - 1

@@ -99,13 +99,48 @@ struct LatticeOutput {
 
 enum class Device { kCpu, kCuda };
 
+// What a stage reads, where it writes, and what it is told, as one value. S: the dtype of logits.
+template <typename S>
+struct LogProbsTask {
+  Batch batch;
+  NodeList list;
+  LogitRows<S> logits;
+  NodeRecords<accumulate_t<S>> out;
+  Emission emission;
+};
+
+template <typename S>
+struct GradientTask {
+  Batch batch;
+  NodeList list;
+  LogitRows<S> logits, grad;  // these may be the same
+  Saved<accumulate_t<S>> saved;
+  Upstream<accumulate_t<S>> upstream;
+  Shaping<accumulate_t<S>> shaping;
+};
+
+template <typename Acc>
+struct OccupancyTask {
+  Batch batch;
+  Arcs arcs;
+  Saved<Acc> saved;
+  Acc *blank, *label;  // (B, T, U1, arcs.n), for RNN-T (B, T, U1)
+};
+
+template <typename Acc>
+struct NodeOccupancyTask {
+  Batch batch;
+  Saved<Acc> saved;
+  Shaping<Acc> shaping;
+  Acc* G;  // (B, T, U1)
+};
+
 // `like` names the device, and allocates what a stage needs for itself.
 template <Device device>
 struct Backend {
-  // eq. 1-3
+  // eq. 1-3 of the listed nodes
   template <typename S>
-  static void log_probs(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                        const NodeRecords<accumulate_t<S>>& out, const Emission& emission);
+  static void log_probs(const Tensor& like, const LogProbsTask<S>& task);
   // eq. 4-5, of one or two lattices; the first has the given arcs, the second is RNN-T's
   template <typename Acc>
   static void lattice(const Tensor& like, const Batch& batch, const Arcs& arcs, int lattices, const Acc* node_lp,
@@ -113,30 +148,25 @@ struct Backend {
   // eq. 6 and the reduction
   template <typename Acc>
   static void reduce(const Tensor& like, const Reducing& problem, const Reduced<Acc>& out);
-  // eq. 7-9 of the listed nodes; grad may be the logits themselves
+  // eq. 7-9 of the listed nodes
   template <typename S>
-  static void gradient(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                       const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
-                       const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping);
-  // eq. 7 of every arc: blank and label (B, T, U1, arcs.n), for RNN-T (B, T, U1)
+  static void gradient(const Tensor& like, const GradientTask<S>& task);
+  // eq. 7 of every arc
   template <typename Acc>
-  static void occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,
-                        Acc* label);
+  static void occupancy(const Tensor& like, const OccupancyTask<Acc>& task);
+  // G, the sum of a node's occupancies
+  template <typename Acc>
+  static void node_occupancy(const Tensor& like, const NodeOccupancyTask<Acc>& task);
   // the best alignment
   template <typename Acc>
-  static void align(const Tensor& like, const Batch& batch, const Arcs& arcs, const Acc* node_lp,
-                    const AlignOutput<Acc>& out);
-  // The hidden layer of a joint network at the nodes of a tile
+  static void align(const Tensor& like, const AlignTask<Acc>& task);
+  // the hidden layer of a joint network at the nodes of a tile
   template <typename S>
   static void joint_hidden(const Tensor& like, const Joint<S>& joint, int64_t rows, const int32_t* nodes, S* hidden);
   // and its gradient, added to that of encoder and decoder
   template <typename S>
   static void joint_hidden_backward(const Tensor& like, const Joint<S>& joint,
                                     const HiddenGradient<S, accumulate_t<S>>& gradient);
-  // G (B, T, U1), the sum of a node's occupancies
-  template <typename Acc>
-  static void node_occupancy(const Tensor& like, const Batch& batch, const Saved<Acc>& saved,
-                             const Shaping<Acc>& shaping, Acc* G);
 };
 
 using Cpu = Backend<Device::kCpu>;

@@ -217,15 +217,4 @@ TDT_HD Acc Arcs::dur_lp(const Acc* record, int i) const {
 // or +inf.
 constexpr double kMalformed = INFINITY;
 
-// eq. 6 of sample b, mixed; ll is (lattices, B). The marks of ll become what the user sees.
-TDT_HD double loss_of(const double* ll, int B, int b, const Mixture& mixture, bool zero_infinity) {
-  double loss = 0.0;
-  for (int l = 0; l < mixture.n; ++l) {
-    const double here = ll[static_cast<int64_t>(l) * B + b];
-    if (here == kMalformed) return NAN;
-    if (mixture.weight[l] != 0.0) loss += mixture.weight[l] * -here;
-  }
-  return loss == INFINITY && zero_infinity ? 0.0 : loss;
-}
-
 }  // namespace tdt

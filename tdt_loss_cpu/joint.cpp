@@ -65,13 +65,9 @@ void Cpu::joint_hidden_backward(const Tensor&, const Joint<S>& joint, const Hidd
   });
 }
 
-#define TDT_INSTANTIATE(S)                                                                         \
-  template void Cpu::joint_hidden<S>(const Tensor&, const Joint<S>&, int64_t, const int32_t*, S*); \
-  template void Cpu::joint_hidden_backward<S>(const Tensor&, const Joint<S>&,                      \
-                                              const HiddenGradient<S, accumulate_t<S>>&);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
+#define TDT_INSTANTIATE(S, _)                                                                   \
+  template void Cpu::joint_hidden(const Tensor&, const Joint<S>&, int64_t, const int32_t*, S*); \
+  template void Cpu::joint_hidden_backward(const Tensor&, const Joint<S>&, const HiddenGradient<S, accumulate_t<S>>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

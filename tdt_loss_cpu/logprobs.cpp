@@ -12,12 +12,12 @@ using namespace cpu;
 
 template <>
 template <typename S>
-void Cpu::log_probs(const Tensor&, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                    const NodeRecords<accumulate_t<S>>& out, const Emission& emission) {
+void Cpu::log_probs(const Tensor&, const LogProbsTask<S>& task) {
   using Acc = accumulate_t<S>;
-  const int R = record_size(batch.D);
-  const Acc sigma = static_cast<Acc>(emission.sigma);
-  torch::stable::parallel_for(0, list.n, kGrain, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, task.list.n, kGrain, [&](int64_t begin, int64_t end) {
+    const auto& [batch, list, logits, out, emission] = task;
+    const int R = record_size(batch.D);
+    const Acc sigma = static_cast<Acc>(emission.sigma);
     std::vector<Acc> buffer;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t node = list.at(batch, row);
@@ -43,12 +43,7 @@ void Cpu::log_probs(const Tensor&, const Batch& batch, const NodeList& list, con
   });
 }
 
-#define TDT_INSTANTIATE(S)                                                                           \
-  template void Cpu::log_probs<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&, \
-                                  const NodeRecords<accumulate_t<S>>&, const Emission&);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
+#define TDT_INSTANTIATE(S, _) template void Cpu::log_probs(const Tensor&, const LogProbsTask<S>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

@@ -178,10 +178,9 @@ __device__ void write_row(const RowTask<S>& task, int V, int D, int thread) {
 // turn. They write what gradients of durations there are beyond the first kNodeLanes.
 template <typename S>
 __device__ void work_out(RowTask<S>& task, int row, const Node& at, const Extent& extent,
-                         const RowGroup<kNodeLanes>& lanes, const Batch& batch, const LogitRows<S>& logits,
-                         const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
-                         const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping) {
+                         const RowGroup<kNodeLanes>& lanes, const GradientTask<S>& whole) {
   using Acc = accumulate_t<S>;
+  const auto& [batch, list, logits, grad, saved, upstream, shaping] = whole;
   const SampleState sample = SampleState::of(saved.ll, batch.B, at.b, shaping.lattices, shaping.counts);
   const bool valid = extent.has(at.t, at.u), lives = valid && sample.lives;
   const Acc scale = upstream.at(at.b);
@@ -270,12 +269,10 @@ __device__ void fill_padding(const BlockNodes& nodes, const Batch& batch, const 
 
 template <typename S, class Shape>
 __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
-    gradient_kernel(const __grid_constant__ Batch batch, const NodeList list,
-                    const __grid_constant__ LogitRows<S> logits, const __grid_constant__ LogitRows<S> grad,
-                    const __grid_constant__ Saved<accumulate_t<S>> saved,
-                    const __grid_constant__ Upstream<accumulate_t<S>> upstream,
-                    const __grid_constant__ Shaping<accumulate_t<S>> shaping,
+    gradient_kernel(const __grid_constant__ GradientTask<S> task,
                     const __grid_constant__ BlockOrder<Shape::kRows> order, int packed) {
+  const Batch& batch = task.batch;
+  const NodeList list = task.list;
   static_assert(Shape::kRows <= kBlock / kNodeLanes && Shape::kRows <= kWarp - 2);
   constexpr int kThreads = Shape::kThreads;
   const RowGroup<kThreads> group;
@@ -284,7 +281,7 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
   __shared__ BlockNodes nodes;
   if (!list.nodes) {
     order.find(batch, &nodes);
-    if (nodes.padding) return fill_padding(nodes, batch, grad, packed);
+    if (nodes.padding) return fill_padding(nodes, batch, task.grad, packed);
     rows = nodes.n;
   }
 
@@ -293,7 +290,7 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
   if (r < rows) {
     const Node at = list.nodes ? batch.node_at(list.at(batch, first + r)) : nodes.at(batch, r);
     const Extent extent = list.nodes ? batch.extent(at.b) : nodes.extent;
-    work_out(tasks[r], first + r, at, extent, RowGroup<kNodeLanes>(), batch, logits, grad, saved, upstream, shaping);
+    work_out(tasks[r], first + r, at, extent, RowGroup<kNodeLanes>(), task);
   }
   __syncthreads();
 #pragma unroll 1
@@ -307,10 +304,11 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
 
 template <>
 template <typename S>
-void Cuda::gradient(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                    const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
-                    const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping) {
+void Cuda::gradient(const Tensor& like, const GradientTask<S>& task) {
   const cuda::LaunchScope scope(like);
+  const Batch& batch = task.batch;
+  const NodeList& list = task.list;
+  const LogitRows<S>& grad = task.grad;
   const bool joint = grad.durations.data == grad.tokens.data + batch.V;
   const int width = joint ? batch.V + batch.D : batch.V;
   const bool packed =
@@ -319,20 +317,13 @@ void Cuda::gradient(const Tensor& like, const Batch& batch, const NodeList& list
     using Shape = decltype(shape);
     const auto order = cuda::BlockOrder<Shape::kRows>::of(batch);
     const unsigned blocks = list.nodes ? cuda::blocks_for(list.n, Shape::kRows) : order.blocks;
-    cuda::gradient_kernel<S, Shape><<<blocks, cuda::kBlock, 0, scope.stream()>>>(
-        batch, list, logits, grad, saved, upstream, shaping, order, packed ? width : 0);
+    cuda::gradient_kernel<S, Shape><<<blocks, cuda::kBlock, 0, scope.stream()>>>(task, order, packed ? width : 0);
   };
   cuda::is_short_row<S>(batch.V) ? launch(cuda::ShortRows{}) : launch(cuda::LongRows{});
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-#define TDT_INSTANTIATE(S)                                                                           \
-  template void Cuda::gradient<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&, \
-                                  const LogitRows<S>&, const Saved<accumulate_t<S>>&,                \
-                                  const Upstream<accumulate_t<S>>&, const Shaping<accumulate_t<S>>&);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
+#define TDT_INSTANTIATE(S, _) template void Cuda::gradient(const Tensor&, const GradientTask<S>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

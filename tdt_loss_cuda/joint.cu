@@ -243,13 +243,9 @@ void Cuda::joint_hidden_backward(const Tensor& like, const Joint<S>& joint,
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-#define TDT_INSTANTIATE(S)                                                                          \
-  template void Cuda::joint_hidden<S>(const Tensor&, const Joint<S>&, int64_t, const int32_t*, S*); \
-  template void Cuda::joint_hidden_backward<S>(const Tensor&, const Joint<S>&,                      \
-                                               const HiddenGradient<S, accumulate_t<S>>&);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
+#define TDT_INSTANTIATE(S, _)                                                                    \
+  template void Cuda::joint_hidden(const Tensor&, const Joint<S>&, int64_t, const int32_t*, S*); \
+  template void Cuda::joint_hidden_backward(const Tensor&, const Joint<S>&, const HiddenGradient<S, accumulate_t<S>>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

@@ -12,9 +12,8 @@ namespace {
 constexpr int kBlock = 256;
 
 template <typename Acc>
-__global__ void __launch_bounds__(kBlock)
-    occupancy_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Arcs arcs,
-                     const __grid_constant__ Saved<Acc> saved, Acc* blank, Acc* label) {
+__global__ void __launch_bounds__(kBlock) occupancy_kernel(const __grid_constant__ OccupancyTask<Acc> task) {
+  const auto& [batch, arcs, saved, blank, label] = task;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
   const int64_t node = index / arcs.n;
   if (node >= batch.nodes()) return;
@@ -34,8 +33,8 @@ __global__ void __launch_bounds__(kBlock)
 
 template <typename Acc>
 __global__ void __launch_bounds__(kBlock, 4)
-    node_occupancy_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Saved<Acc> saved,
-                          const __grid_constant__ Shaping<Acc> shaping, Acc* G) {
+    node_occupancy_kernel(const __grid_constant__ NodeOccupancyTask<Acc> task) {
+  const auto& [batch, saved, shaping, G] = task;
   const int64_t node = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
   if (node >= batch.nodes()) return;
   const Node at = batch.node_at(node);
@@ -49,30 +48,25 @@ __global__ void __launch_bounds__(kBlock, 4)
 
 template <>
 template <typename Acc>
-void Cuda::occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,
-                     Acc* label) {
+void Cuda::occupancy(const Tensor& like, const OccupancyTask<Acc>& task) {
   const cuda::LaunchScope scope(like);
-  const unsigned blocks = cuda::blocks_for(batch.nodes() * arcs.n, cuda::kBlock);
-  cuda::occupancy_kernel<Acc><<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, arcs, saved, blank, label);
+  const unsigned blocks = cuda::blocks_for(task.batch.nodes() * task.arcs.n, cuda::kBlock);
+  cuda::occupancy_kernel<Acc><<<blocks, cuda::kBlock, 0, scope.stream()>>>(task);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 template <>
 template <typename Acc>
-void Cuda::node_occupancy(const Tensor& like, const Batch& batch, const Saved<Acc>& saved, const Shaping<Acc>& shaping,
-                          Acc* G) {
+void Cuda::node_occupancy(const Tensor& like, const NodeOccupancyTask<Acc>& task) {
   const cuda::LaunchScope scope(like);
-  cuda::node_occupancy_kernel<Acc>
-      <<<cuda::blocks_for(batch.nodes(), cuda::kBlock), cuda::kBlock, 0, scope.stream()>>>(batch, saved, shaping, G);
+  const unsigned blocks = cuda::blocks_for(task.batch.nodes(), cuda::kBlock);
+  cuda::node_occupancy_kernel<Acc><<<blocks, cuda::kBlock, 0, scope.stream()>>>(task);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template void Cuda::occupancy<float>(const Tensor&, const Batch&, const Arcs&, const Saved<float>&, float*, float*);
-template void Cuda::occupancy<double>(const Tensor&, const Batch&, const Arcs&, const Saved<double>&, double*, double*);
-
-template void Cuda::node_occupancy<float>(const Tensor&, const Batch&, const Saved<float>&, const Shaping<float>&,
-                                          float*);
-template void Cuda::node_occupancy<double>(const Tensor&, const Batch&, const Saved<double>&, const Shaping<double>&,
-                                           double*);
+#define TDT_INSTANTIATE(Acc, _)                                            \
+  template void Cuda::occupancy(const Tensor&, const OccupancyTask<Acc>&); \
+  template void Cuda::node_occupancy(const Tensor&, const NodeOccupancyTask<Acc>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

@@ -42,9 +42,10 @@ std::tuple<Tensor, Tensor> log_probs(const Tensor& logits, const OptionalTensor&
   if (batch.nodes() == 0) return {node_lp, row_max};
   dispatch_logits(logits.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
-    Backend::log_probs(logits, batch, {batch.nodes(), nullptr}, logit_rows<S>(logits, duration_logits, V),
-                       node_records<accumulate_t<S>>(node_lp, row_max),
-                       {static_cast<int>(blank), sigma, delay_penalty});
+    Backend::log_probs(
+        logits, LogProbsTask<S>{batch, NodeList{batch.nodes(), nullptr}, logit_rows<S>(logits, duration_logits, V),
+                                node_records<accumulate_t<S>>(node_lp, row_max),
+                                Emission{static_cast<int>(blank), sigma, delay_penalty}});
   });
   return {node_lp, row_max};
 }
@@ -63,9 +64,9 @@ void log_probs_tile_(const Tensor& tile, const Tensor& nodes, const Tensor& node
   if (list.n == 0) return;
   dispatch_logits(tile.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
-    Backend::log_probs(tile, batch, list, logit_rows<S>(tile, std::nullopt, vocab),
-                       node_records<accumulate_t<S>>(node_lp, row_max),
-                       {static_cast<int>(blank), sigma, delay_penalty});
+    Backend::log_probs(tile, LogProbsTask<S>{batch, list, logit_rows<S>(tile, std::nullopt, vocab),
+                                             node_records<accumulate_t<S>>(node_lp, row_max),
+                                             Emission{static_cast<int>(blank), sigma, delay_penalty}});
   });
 }
 
@@ -115,8 +116,8 @@ std::tuple<Tensor, Tensor> reduce(const Tensor& ll, const Tensor& target_lengths
   dispatch_accumulate(type, [&](auto zero) {
     using Acc = decltype(zero);
     Acc* values = mutable_data<Acc>(loss);
-    Backend::template reduce<Acc>(ll, problem,
-                                  {each ? values : nullptr, each ? nullptr : values, mutable_data<Acc>(weights)});
+    Backend::reduce(ll, problem,
+                    Reduced<Acc>{each ? values : nullptr, each ? nullptr : values, mutable_data<Acc>(weights)});
   });
   return {loss, weights};
 }
@@ -166,8 +167,9 @@ void gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_duratio
                                  a.weights.size(0) == 0 ? nullptr : const_data<Acc>(a.weights)};
     const auto shaping =
         Shaping<Acc>::of(static_cast<int>(a.blank), arcs, Mixture::of(lattices, a.omega), a.fastemit_lambda, a.clamp);
-    Backend::gradient(logits, batch, list, logit_rows<S>(logits, duration_logits, batch.V),
-                      logit_rows<S>(grad_logits, grad_durations, batch.V), saved, upstream, shaping);
+    Backend::gradient(logits,
+                      GradientTask<S>{batch, list, logit_rows<S>(logits, duration_logits, batch.V),
+                                      logit_rows<S>(grad_logits, grad_durations, batch.V), saved, upstream, shaping});
   });
 }
 

@@ -27,7 +27,8 @@ std::tuple<Tensor, Tensor> occupancy(const Tensor& node_lp, const Tensor& ll, co
   dispatch_accumulate(node_lp.scalar_type(), [&](auto zero) {
     using Acc = decltype(zero);
     const Saved<Acc> saved{const_data<Acc>(node_lp), nullptr, const_data<double>(ll), const_data<double>(alpha_beta)};
-    Backend::occupancy(node_lp, batch, arcs, saved, mutable_data<Acc>(blank), mutable_data<Acc>(label));
+    Backend::occupancy(node_lp,
+                       OccupancyTask<Acc>{batch, arcs, saved, mutable_data<Acc>(blank), mutable_data<Acc>(label)});
   });
   return {blank, label};
 }
@@ -50,7 +51,7 @@ Tensor node_occupancy(const Tensor& node_lp, const Tensor& ll, const Tensor& alp
     using Acc = decltype(zero);
     const Saved<Acc> saved{const_data<Acc>(node_lp), nullptr, const_data<double>(ll), const_data<double>(alpha_beta)};
     const auto shaping = Shaping<Acc>::of(0, arcs, Mixture::of(lattices, omega), fastemit_lambda, 0.0);
-    Backend::node_occupancy(node_lp, batch, saved, shaping, mutable_data<Acc>(G));
+    Backend::node_occupancy(node_lp, NodeOccupancyTask<Acc>{batch, saved, shaping, mutable_data<Acc>(G)});
   });
   return G;
 }
