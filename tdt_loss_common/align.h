@@ -1,5 +1,5 @@
 // The best alignment of one sample (Viterbi): eq. 5 with max in place of logsumexp, then a walk along the maxima
-// (equations: tdt_loss_cuda/lattice.cu).
+// (equations.h).
 //
 //   best(t,u) = max over the arcs out of (t,u) of weight + best(target); best(exit) = 0
 //

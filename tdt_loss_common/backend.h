@@ -12,11 +12,11 @@
 
 namespace tdt {
 
-// What turns logits into token log-probabilities, beside the softmax.
+// What turns logits into token log-probabilities, beside the softmax: the options of eq. 1 and 2.
 struct Emission {
   int blank;
   double sigma;
-  double delay_penalty;  // added to eq. 2: delay_penalty * ((T - 1) / 2 - t)
+  double delay_penalty;  // eq. 10
 };
 
 // Where eq. 1-3 go.
@@ -57,9 +57,9 @@ struct Shaping {
   int lattices;
   Arcs arcs[kMaxLattices];
   bool counts[kMaxLattices];      // whether its weight is not 0
-  Acc blank_share[kMaxLattices];  // weight of the lattice in the mixture
-  Acc label_share[kMaxLattices];  // that times 1 + fastemit_lambda
-  Acc clamp;                      // of each sample's own gradient, before the upstream gradient multiplies; 0: none
+  Acc blank_share[kMaxLattices];  // of a blank arc in the sums, eq. 11: the weight of its lattice
+  Acc label_share[kMaxLattices];  // of a label arc: that times 1 + fastemit_lambda, eq. 12
+  Acc clamp;                      // eq. 13; 0: none
 
   static Shaping of(int blank, const Arcs& arcs, const Mixture& mixture, double fastemit_lambda, double clamp) {
     Shaping s{blank, mixture.n, {arcs, rnnt_arcs()}, {}, {}, {}, static_cast<Acc>(0)};
@@ -73,7 +73,7 @@ struct Shaping {
     return s;
   }
 
-  // The bound of every entry when `scale` multiplies.
+  // eq. 13: the bound of every entry once the upstream gradient, `scale`, has multiplied.
   TDT_HD Acc limit(Acc scale) const {
     return clamp > 0 ? clamp * (scale < 0 ? -scale : scale) : static_cast<Acc>(INFINITY);
   }
@@ -141,14 +141,14 @@ struct Backend {
   // eq. 1-3 of the listed nodes
   template <typename S>
   static void log_probs(const Tensor& like, const LogProbsTask<S>& task);
-  // eq. 4-5, of one or two lattices; the first has the given arcs, the second is RNN-T's
+  // eq. 4 and 5, of one or two lattices; the first has the given arcs, the second is RNN-T's
   template <typename Acc>
   static void lattice(const Tensor& like, const Batch& batch, const Arcs& arcs, int lattices, const Acc* node_lp,
                       const LatticeOutput& out);
-  // eq. 6 and the reduction
+  // eq. 6, 11 and the reduction
   template <typename Acc>
   static void reduce(const Tensor& like, const Reducing& problem, const Reduced<Acc>& out);
-  // eq. 7-9 of the listed nodes
+  // eq. 7-9 and 11-13 of the listed nodes
   template <typename S>
   static void gradient(const Tensor& like, const GradientTask<S>& task);
   // eq. 7 of every arc

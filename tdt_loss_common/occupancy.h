@@ -1,4 +1,5 @@
-// The occupancy of the arcs that leave a node, eq. 7: the one piece of arithmetic between the lattice and the gradient.
+// The occupancy of the arcs that leave a node, eq. 7, and their sums: the one piece of arithmetic between the lattice
+// and the gradient (equations.h).
 #pragma once
 
 #include "backend.h"
@@ -75,8 +76,8 @@ struct SampleState {
   }
 };
 
-// The sums of a node over arcs and lattices; G_tdt: that of the first lattice alone. NaN at the valid nodes of a sample
-// with NaN.
+// The sums of a node over arcs and lattices, with the factors of eq. 11 and 12; G_tdt: that of the first lattice alone.
+// NaN at the valid nodes of a sample with NaN.
 template <typename Acc>
 TDT_HD NodeSums<Acc> node_sums(const Batch& batch, const Extent& extent, const Node& at, const Saved<Acc>& saved,
                                const Shaping<Acc>& shaping, Acc* G_tdt) {
@@ -101,8 +102,8 @@ TDT_HD NodeSums<Acc> node_sums(const Batch& batch, const Extent& extent, const N
   return G;
 }
 
-// eq. 9 of one duration, with its log-probability and its arcs of the first lattice, whose sum over all durations is
-// G_tdt.
+// eq. 9, with eq. 13, of one duration, with its log-probability and its arcs of the first lattice, whose sum over all
+// durations is G_tdt.
 template <typename Acc>
 TDT_HD Acc duration_entry(const Shaping<Acc>& shaping, Acc dur_lp, const ArcPair<Acc>& occ, Acc G_tdt, Acc scale) {
   if (G_tdt == 0) return 0;

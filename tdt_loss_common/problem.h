@@ -44,8 +44,8 @@ struct Arcs {
 
 inline Arcs rnnt_arcs() { return {2, true, {1, 0}}; }
 
-// The lattices over one set of log-probabilities whose losses are added with weights: one of weight 1, or with
-// 0 < omega TDT of weight 1 - omega and RNN-T of weight omega. A lattice of weight 0 does not count.
+// The lattices over one set of log-probabilities whose losses are added with weights: one of weight 1, or the two of
+// eq. 11 where 0 < omega. A lattice of weight 0 does not count.
 constexpr int kMaxLattices = 2;
 
 struct Mixture {

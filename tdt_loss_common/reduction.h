@@ -25,7 +25,7 @@ TDT_HD double reduction_weight(Reduction reduction, int B, const IndexView& targ
   }
 }
 
-// The stage between lattice and gradient: eq. 6 for each sample, and the reduction.
+// The stage between lattice and gradient: eq. 6 and 11 for each sample, and the reduction.
 struct Reducing {
   int B;
   IndexView target_lengths;  // (B,)
@@ -34,7 +34,7 @@ struct Reducing {
   bool zero_infinity;
   Reduction reduction;
 
-  // eq. 6 of sample b, mixed. The marks of ll become what the user sees.
+  // eq. 6 and 11 of sample b. The marks of ll become what the user sees.
   TDT_HD double loss_of(int b) const {
     double sum = 0.0;
     for (int l = 0; l < mixture.n; ++l) {

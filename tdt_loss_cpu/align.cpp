@@ -1,4 +1,4 @@
-// The best alignment on the CPU (equations: tdt_loss_common/align.h).
+// The best alignment on the CPU (align.h).
 //
 // The twin of tdt_loss_cuda/align.cu. A task is one sample; its nodes are visited from the last frame to the first and,
 // in a frame, from the last label to the first, since an arc of duration 0 leads to (t, u + 1).

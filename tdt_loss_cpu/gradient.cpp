@@ -1,4 +1,4 @@
-// The gradient of the logits on the CPU, eq. 7-9 (equations: tdt_loss_cuda/lattice.cu).
+// The gradient of the logits on the CPU, eq. 7-9 and 11-13 (equations.h).
 //
 // The twin of tdt_loss_cuda/gradient.cu. Nodes are shared out over torch's threads; a row is read once, where it has
 // occupancy, and nothing is kept per (t, u, v) but the gradient. Sums are float32 (float64 for float64 logits).

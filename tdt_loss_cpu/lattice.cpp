@@ -1,4 +1,4 @@
-// The lattice on the CPU: alpha, beta and the log-likelihood, eq. 4-6 (equations: tdt_loss_cuda/lattice.cu).
+// The lattice on the CPU: alpha, beta and the log-likelihood, eq. 4 and 5 (equations.h).
 //
 // The twin of tdt_loss_cuda/lattice.cu. A task is one direction of one sample; numbers are Scaled (scaled.h), so a path
 // of any length is exact to double precision. alpha is pushed forward out of each node with the node's own weights,
@@ -54,7 +54,7 @@ class Sample {
     }
   }
 
-  // eq. 5 and 6. Returns LL; `out` may be null.
+  // eq. 5. Returns LL; `out` may be null.
   double beta(double* out) {
     if (!batch_.well_formed(b_)) return kMalformed;
     if (extent_.T == 0) return -INFINITY;

@@ -1,4 +1,4 @@
-// Rows of logits on the CPU: the log-probabilities of every node, eq. 1-3 (equations: tdt_loss_cuda/lattice.cu).
+// Rows of logits on the CPU: the log-probabilities of every node, eq. 1-3 (equations.h).
 //
 // The twin of tdt_loss_cuda/logprobs.cu. Nodes are shared out over torch's threads, and a row is read once. Sums are
 // float32 (float64 for float64 logits).
@@ -30,7 +30,7 @@ void Cpu::log_probs(const Tensor&, const LogProbsTask<S>& task) {
       const Acc* x = widened(logits.tokens.row(row, at), batch.V, buffer);
       const Row<Acc> tokens(x, batch.V);
       const int y = at.u < extent.U ? batch.label(at.b, at.u) : -1;
-      const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - at.t));
+      const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - at.t));  // eq. 10
       out.row_max[node] = tokens.max;
       record[kRowSum] = tokens.sum;
       record[kBlankLp] = x[emission.blank] - tokens.max - tokens.log_sum - sigma;                 // eq. 1

@@ -1,4 +1,4 @@
-// The losses of a batch from its log-likelihoods, eq. 6, and their reduction on the CPU: the twin of
+// The losses of a batch from its log-likelihoods, eq. 6 and 11, and their reduction on the CPU: the twin of
 // tdt_loss_cuda/reduce.cu. Sums are float64, in the order of the batch.
 #include "../tdt_loss_common/backend.h"
 

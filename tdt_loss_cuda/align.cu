@@ -1,5 +1,4 @@
-// The best alignment on the GPU: scores backward over the lattice, then a walk along the best arcs (equations:
-// tdt_loss_common/align.h).
+// The best alignment on the GPU: scores backward over the lattice, then a walk along the best arcs (align.h).
 //
 // Work: one block for each sample. Every arc raises t + u, so the nodes of one anti-diagonal are independent: the block
 // takes them from the last to the first, threads striding over u, with a barrier after each. There is no limit on T or

@@ -1,4 +1,4 @@
-// The gradient of the logits on the GPU, eq. 7-9 (equations: lattice.cu).
+// The gradient of the logits on the GPU, eq. 7-9 and 11-13 (equations.h).
 //
 // A row of token logits is read and written once, where it has occupancy, else only written, and the kernel is bound by
 // that if what is done once per row stays small and nothing waits for it: so the threads of a block first work out the

@@ -1,4 +1,4 @@
-// Rows of logits on the GPU: the log-probabilities of every node, eq. 1-3 (equations: lattice.cu).
+// Rows of logits on the GPU: the log-probabilities of every node, eq. 1-3 (equations.h).
 //
 // A row is read once, and the kernel is bound by that if what is done once per row stays small: so as few threads as
 // possible share a row, kThreads of them: 8 for a short row, a warp for a longer one, a block where rows are too few to
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
   if (group.lane == 0) out.row_max[node] = tokens.max;
 
   const Acc sigma = static_cast<Acc>(emission.sigma);
-  const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - t));
+  const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - t));  // eq. 10
 #pragma unroll 1
   for (int field = group.lane; field < R; field += group.kLanes) {
     const bool of_token = field < kDurLp;

@@ -1,4 +1,4 @@
-// Occupancies as tensors, eq. 7 (equations: lattice.cu): of every arc, for alignment-based losses and plots, by a
+// Occupancies as tensors, eq. 7 (equations.h): of every arc, for alignment-based losses and plots, by a
 // thread for each node and arc pair; and the sum of each node, which says which rows the backward of the fused losses
 // needs, by a thread for each node.
 #include "../tdt_loss_common/occupancy.h"

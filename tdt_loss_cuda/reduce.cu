@@ -1,6 +1,6 @@
-// The losses of a batch from its log-likelihoods, eq. 6, and their reduction on the GPU: one block, one launch where
-// torch would need one for each division and sum. A thread takes every kBlock-th sample; partial sums, float64, are
-// added in a tree: the same bits always.
+// The losses of a batch from its log-likelihoods, eq. 6 and 11, and their reduction on the GPU: one block, one launch
+// where torch would need one for each division and sum. A thread takes every kBlock-th sample; partial sums, float64,
+// are added in a tree: the same bits always.
 #include "launch.cuh"
 
 namespace tdt {

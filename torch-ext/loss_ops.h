@@ -70,7 +70,7 @@ void log_probs_tile_(const Tensor& tile, const Tensor& nodes, const Tensor& node
   });
 }
 
-// eq. 4-5: ll (lattices, B), and where a gradient is wanted alpha_beta (lattices, 2, B, T, U1), else (0,).
+// eq. 4 and 5: ll (lattices, B), and where a gradient is wanted alpha_beta (lattices, 2, B, T, U1), else (0,).
 template <class Backend>
 std::tuple<Tensor, Tensor> lattice(const Tensor& node_lp, const Tensor& targets, const Tensor& logit_lengths,
                                    const Tensor& target_lengths, const DurationList& durations, int64_t vocab,
@@ -92,8 +92,8 @@ std::tuple<Tensor, Tensor> lattice(const Tensor& node_lp, const Tensor& targets,
   return {ll, alpha_beta};
 }
 
-// eq. 6 and the reduction: the losses (B,) and weights (0,); or their sum () and the weight (B,) of each. `like` has
-// the dtype that these get.
+// eq. 6, 11 and the reduction: the losses (B,) and weights (0,); or their sum () and the weight (B,) of each. `like`
+// has the dtype that these get.
 template <class Backend>
 std::tuple<Tensor, Tensor> reduce(const Tensor& ll, const Tensor& target_lengths, const Tensor& like, double omega,
                                   bool zero_infinity, int64_t reduction) {
@@ -147,7 +147,7 @@ struct GradientArguments {
   double omega, fastemit_lambda, clamp;
 };
 
-// eq. 7-9 of the listed nodes into `grad_logits` and `grad_durations`, laid out like the logits.
+// eq. 7-9 and 11-13 of the listed nodes into `grad_logits` and `grad_durations`, laid out like the logits.
 template <class Backend>
 void gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_durations, const Tensor& logits,
                    const OptionalTensor& duration_logits, const Batch& batch, const NodeList& list,
