@@ -221,7 +221,7 @@ __device__ void work_out(RowTask<S>& task, int row, const Node& at, const Extent
 
   const Acc both = G.blank + G.label;
   task.durations[lanes.lane] = duration_entry(shaping, dur_lp, own, G_tdt, scale);
-  if (batch.D > kNodeLanes) __syncwarp(lanes.mask);
+  if (batch.D > kNodeLanes) sync_lanes(lanes.mask);
 #pragma unroll 1
   for (int i = lanes.lane + kNodeLanes; i < batch.D; i += kNodeLanes) {
     ArcPair<Acc> occ{0, 0};
@@ -244,11 +244,11 @@ __device__ void work_out(RowTask<S>& task, int row, const Node& at, const Extent
 template <typename S>
 __device__ void fill_padding(const BlockNodes& nodes, const Batch& batch, const LogitRows<S>& grad, int packed) {
   // Bit r + 1: node r follows node r - 1. Of the nodes before and behind the block's, too.
-  const int r = static_cast<int>(threadIdx.x % kWarp) - 1;
+  const int r = lane_of_thread() - 1;
   const bool exists = nodes.has(batch, r);
   const Node at = nodes.at(batch, exists ? r : 0);
-  const int64_t node = batch.node(at.b, at.t, at.u), before = __shfl_up_sync(kFullMask, node, 1);
-  const unsigned follows = __ballot_sync(kFullMask, packed > 0 && exists && r > -1 && node == before + 1) & ~1u;
+  const int64_t node = batch.node(at.b, at.t, at.u), before = shuffle_up(kFullMask, node, 1);
+  const LaneMask follows = ballot(kFullMask, packed > 0 && exists && r > -1 && node == before + 1) & ~1u;
   const int64_t width = packed > 0 ? packed : batch.V;
   const bool lines = width * sizeof(S) >= kCacheLine;
 

@@ -74,18 +74,18 @@ struct BlockOrder {
       const uint32_t n = padding ? all - valid : valid, blocks_here = (n + kRows - 1) / kRows;
       uint32_t end = blocks_here;  // of the samples up to this lane's
       for (int offset = 1; offset < kWarp; offset *= 2) {
-        const uint32_t before = __shfl_up_sync(kFullMask, end, offset);
+        const uint32_t before = shuffle_up(kFullMask, end, offset);
         if (lane >= offset) end += before;
       }
-      const int owner = __popc(__ballot_sync(kFullMask, end <= block));
+      const int owner = count_of(ballot(kFullMask, end <= block));
       if (owner < kWarp) {
-        const uint32_t first = (block - __shfl_sync(kFullMask, end - blocks_here, owner)) * kRows;
-        const int left = __shfl_sync(kFullMask, n, owner) - first;
-        const Extent its{__shfl_sync(kFullMask, extent.T, owner), __shfl_sync(kFullMask, extent.U, owner),
-                         __shfl_sync(kFullMask, static_cast<int>(extent.ok), owner) != 0};
+        const uint32_t first = (block - shuffle(kFullMask, end - blocks_here, owner)) * kRows;
+        const int left = shuffle(kFullMask, n, owner) - first;
+        const Extent its{shuffle(kFullMask, extent.T, owner), shuffle(kFullMask, extent.U, owner),
+                         shuffle(kFullMask, static_cast<int>(extent.ok), owner) != 0};
         return {static_cast<int>(group) * kWarp + owner, its, padding, first, min(kRows, left)};
       }
-      block -= __shfl_sync(kFullMask, end, kWarp - 1);
+      block -= shuffle(kFullMask, end, kWarp - 1);
     }
     return {0, {0, 0, false}, true, 0, 0};
   }

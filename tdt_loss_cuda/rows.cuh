@@ -11,8 +11,7 @@
 
 namespace tdt::cuda {
 
-constexpr int kUnroll = 4;       // vectors a thread has in flight
-constexpr int kCacheLine = 128;  // bytes
+constexpr int kUnroll = 4;  // vectors a thread has in flight
 
 // Threads of a row kernel per multiprocessor to compile for: 1024 leave 64 registers each. float64 needs more.
 template <typename S>
@@ -51,7 +50,7 @@ struct Vector {
   static constexpr int kSize = 16 / sizeof(S);
   uint4 bits;
 
-  __device__ __forceinline__ static Vector load(const S* p) { return {__ldcs(reinterpret_cast<const uint4*>(p))}; }
+  __device__ __forceinline__ static Vector load(const S* p) { return {load_once(p)}; }
   // `fill` in every place
   __device__ __forceinline__ static Vector of(accumulate_t<S> fill) {
     accumulate_t<S> x[kSize];
@@ -61,8 +60,11 @@ struct Vector {
   }
   template <Caching caching = Caching::kKept>
   __device__ __forceinline__ void store(S* p) const {
-    auto* const to = reinterpret_cast<uint4*>(p);
-    caching == Caching::kKept ? static_cast<void>(*to = bits) : __stcs(to, bits);
+    if constexpr (caching == Caching::kKept) {
+      *reinterpret_cast<uint4*>(p) = bits;
+    } else {
+      store_once(p, bits);
+    }
   }
 
   __device__ __forceinline__ accumulate_t<S> at(int j) const {
@@ -95,8 +97,7 @@ __device__ __forceinline__ Vector<S> load_vector(const S* p) {
   } else if constexpr (alignment == Alignment::kOdd) {
     const auto* const pairs = reinterpret_cast<const unsigned*>(p + 1);
     const unsigned first = p[0].x, a = pairs[0], b = pairs[1], c = pairs[2], last = p[7].x;
-    return {{__byte_perm(first, a, 0x5410), __funnelshift_r(a, b, 16), __funnelshift_r(b, c, 16),
-             __byte_perm(c, last, 0x5432)}};
+    return {{lower_halves(first, a), middle_halves(a, b), middle_halves(b, c), middle_halves(c, last)}};
   } else {
     using Part = std::conditional_t<sizeof(S) == 2, unsigned, S>;
     Vector<S> v;
@@ -136,11 +137,7 @@ __device__ __forceinline__ Acc negative_infinity() {
   return -static_cast<Acc>(INFINITY);
 }
 
-__device__ __forceinline__ float exp_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * static_cast<float>(kLog2e)));
-  return y;
-}
+__device__ __forceinline__ float exp_of(float x) { return exp2_approx(x * static_cast<float>(kLog2e)); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
 // The kThreads threads that share a row: part of a warp, a warp, or several warps of a block.
@@ -148,10 +145,10 @@ template <int kThreads>
 struct RowGroup {
   static constexpr int kLanes = kThreads < kWarp ? kThreads : kWarp;  // those that can shuffle
   int thread, lane;
-  unsigned mask;
+  LaneMask mask;
 
   __device__ __forceinline__ RowGroup() : thread(threadIdx.x % kThreads), lane(threadIdx.x % kLanes) {
-    const int first = threadIdx.x % kWarp / kLanes * kLanes;
+    const int first = lane_of_thread() / kLanes * kLanes;
     mask = (kFullMask >> (kWarp - kLanes)) << first;
   }
 
@@ -162,7 +159,7 @@ struct RowGroup {
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) {
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) x[k] += __shfl_xor_sync(mask, x[k], offset);
+      for (int k = 0; k < kCount; ++k) x[k] += shuffle_xor(mask, x[k], offset);
     }
   }
   template <typename Acc, int kCount>
@@ -170,7 +167,7 @@ struct RowGroup {
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) {
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) x[k] = fmax(x[k], __shfl_xor_sync(mask, x[k], offset));
+      for (int k = 0; k < kCount; ++k) x[k] = fmax(x[k], shuffle_xor(mask, x[k], offset));
     }
   }
   template <typename Acc>
@@ -179,7 +176,7 @@ struct RowGroup {
     sum(one);
     return one[0];
   }
-  __device__ __forceinline__ int count(bool holds) const { return __popc(__ballot_sync(mask, holds)); }
+  __device__ __forceinline__ int count(bool holds) const { return count_of(ballot(mask, holds)); }
 };
 
 }  // namespace tdt::cuda
