@@ -43,8 +43,8 @@ struct BestArc {
 };
 
 struct BestStep {
-  double best;  // -inf: no way from here to the exit
-  uint8_t arc;  // means something where best is finite
+  double best;  // -inf: the exit cannot be reached from here
+  uint8_t arc;  // defined where best is finite
   bool nan;     // the node's record holds a NaN
 };
 
@@ -78,7 +78,7 @@ TDT_HD BestStep best_step(const Arcs& arcs, const Extent& extent, int t, int u, 
   return {is_label ? label.score : blank.score, static_cast<uint8_t>(is_label ? label.i | kLabelArc : blank.i), nan};
 }
 
-// Follows the best arcs of a sample that has an alignment from (0, 0) to the exit, and notes every label on the way.
+// Follows the best arcs of a sample that has an alignment from (0, 0) to the exit, and records every label on the way.
 TDT_HD void trace(const Arcs& arcs, const Extent& extent, const uint8_t* best_arcs, int64_t* frames,
                   int64_t* durations) {
   int t = 0, u = 0;

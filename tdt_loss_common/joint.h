@@ -56,10 +56,10 @@ struct Dropout {
 
 template <typename S>
 struct Joint {
-  Grid grid;
-  int H;
   const S* encoder;  // (B, T, H)
   const S* decoder;  // (B, U1, H)
+  int H;
+  Grid grid;
   Activation activation;
   Dropout dropout;
 

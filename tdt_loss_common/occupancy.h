@@ -60,8 +60,8 @@ TDT_HD OccupiedNode<Acc> occupied_node(const Batch& batch, const Extent& extent,
 
 // What the log-likelihoods of a sample's lattices say about its gradient.
 struct SampleState {
-  bool lives;  // every lattice that counts has an alignment, and the sample is well formed
-  bool nan;    // a logit was NaN or +inf
+  bool feasible;  // every lattice that counts has an alignment, and the sample is well formed
+  bool nan;       // a logit was NaN or +inf
 
   // ll (lattices, B)
   TDT_HD static SampleState of(const double* ll, int B, int b, int lattices, const bool* counts) {
@@ -69,7 +69,7 @@ struct SampleState {
     for (int l = 0; l < kMaxLattices; ++l) {  // a constant, so that nothing is unrolled that cannot run
       if (l >= lattices || !counts[l]) continue;
       const double here = ll[static_cast<int64_t>(l) * B + b];
-      state.lives = state.lives && here > -INFINITY && here < INFINITY;
+      state.feasible = state.feasible && here > -INFINITY && here < INFINITY;
       state.nan = state.nan || here != here;
     }
     return state;
@@ -85,7 +85,7 @@ TDT_HD NodeSums<Acc> node_sums(const Batch& batch, const Extent& extent, const N
   const bool valid = extent.has(at.t, at.u);
   NodeSums<Acc> G{0, 0};
   *G_tdt = 0;
-  if (!valid || !sample.lives) {  // padding, no alignment, or a malformed sample
+  if (!valid || !sample.feasible) {  // padding, no alignment, or a malformed sample
     if (valid && sample.nan) G.blank = *G_tdt = static_cast<Acc>(NAN);
     return G;
   }

@@ -13,7 +13,8 @@
 namespace tdt {
 
 constexpr int kMaxDurations = 64;
-// Columns of a row of logits, so that an int still counts them with what a loop adds to them.
+// The most columns that a row of logits may have: a loop over a row adds less than 2^16 to its index, which then still
+// fits an int.
 constexpr int kMostColumns = std::numeric_limits<int>::max() - (1 << 16);
 
 // What leaves a node by one pair of arcs. Both land where their frame t + d_i is inside the sample. A blank from the
@@ -69,8 +70,8 @@ struct IndexView {
   }
 };
 
-// n / divisor for 0 <= n < 2^31 by a multiplication: a kernel that locates a row would else spend a tenth of its time
-// on it.
+// n / divisor for 0 <= n < 2^31 by a multiplication, which is what locates a row: with q = ceil(log2 divisor) and
+// factor = floor(2^32 (2^q - divisor) / divisor) + 1, n / divisor = (n factor / 2^32 + n) / 2^q.
 struct Divider {
   uint32_t divisor, factor, shift;
 
@@ -156,7 +157,8 @@ struct Batch : NodeIndexing<Batch> {
     return y >= 0 && y < V ? static_cast<int>(y) : -1;
   }
 
-  // Lengths inside the tensor and every label a token. On the GPU the threads of a block share the labels out instead.
+  // Whether the lengths are inside the tensors and every label is a token. On the GPU the threads of a block share the
+  // labels instead.
   bool well_formed(int b) const {
     const Extent e = extent(b);
     for (int u = 0; u < e.U; ++u) {
@@ -166,7 +168,7 @@ struct Batch : NodeIndexing<Batch> {
   }
 };
 
-// The nodes whose rows are worked on: all of the batch in their order, or those of a tile, a list.
+// The nodes whose rows are processed: all of the batch in their order, or those of a tile, a list.
 struct NodeList {
   int64_t n;
   const int32_t* nodes;  // (n,), or null for all
@@ -191,10 +193,13 @@ struct Rows {
   }
 };
 
-// Token and duration rows: two tensors, or the two column ranges of a joint one.
+// Where the columns of durations lie: behind the tokens of the same row, or in rows of their own.
+enum class Layout { kJoint, kApart };
+
 template <typename S>
 struct LogitRows {
   Rows<S> tokens, durations;
+  Layout layout;
 };
 
 // One record per node: the sum of exp(x - max(x)) over its row of token logits, eq. 1, eq. 2, then eq. 3 for each

@@ -22,7 +22,7 @@ void Cpu::occupancy(const Tensor&, const OccupancyTask<Acc>& task) {
       const Acc otherwise = valid && sample.nan ? Acc(NAN) : Acc(0);
       std::fill(blank + node * columns, blank + (node + 1) * columns, otherwise);
       std::fill(label + node * columns, label + (node + 1) * columns, otherwise);
-      if (!valid || !sample.lives) continue;
+      if (!valid || !sample.feasible) continue;
       const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, arcs, saved, 0);
       for (int i = 0; i < arcs.n; ++i) {  // RNN-T: one of the two has the blank, the other the label
         const ArcPair<Acc> occ = occupied.arc(i);

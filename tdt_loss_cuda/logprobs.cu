@@ -1,8 +1,8 @@
 // Rows of logits on the GPU: the log-probabilities of every node, eq. 1-3 (equations.h).
 //
-// A row is read once, and the kernel is bound by that if what is done once per row stays small: so as few threads as
-// possible share a row, kThreads of them: 8 for a short row, a warp for a longer one, a block where rows are too few to
-// fill the GPU otherwise. Offsets within a row are int, offsets of rows int64. Sums are float32 (float64 for float64
+// A row is read once, and the kernel is bound by that as long as what is done once per row stays small. So as few
+// threads as possible share a row: 8 for a short row, a warp for a longer one, a block where rows are too few to fill
+// the GPU otherwise. Offsets within a row are int, offsets of rows int64. Sums are float32 (float64 for float64
 // logits). Padding is never read. Loops over the fields of a record mostly run once and are not unrolled.
 #include "rows.cuh"
 
@@ -11,7 +11,8 @@ namespace cuda {
 namespace {
 
 constexpr int kBlock = 128;
-constexpr int kFillsGpu = 1 << 18;  // threads: one wave of the largest GPUs
+// Threads that fill the largest GPUs: 132 multiprocessors of 2048 threads are a little more than 2^18.
+constexpr int kFillsGpu = 1 << 18;
 
 // Where one entry leaves less than this to all others, log(sum) is so small that the piece with that entry, rounded to
 // the last digit of 1, would spoil it: it is summed again.
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
     return;
   }
 
-  // Everything but the row itself is asked for first, to arrive while the row does. Lane l has field l of the record,
+  // Everything but the row itself is loaded first, to arrive while the row does. Lane l has field l of the record,
   // and l + kLanes and so on where there are many durations.
   const S* x = logits.tokens.row(row, at);
   const S* z = logits.durations.row(row, at);

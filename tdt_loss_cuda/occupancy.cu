@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kBlock) occupancy_kernel(const __grid_constant
   const bool valid = extent.has(at.t, at.u);
   ArcPair<Acc> occ{0, 0};
   if (valid && sample.nan) occ = {static_cast<Acc>(NAN), static_cast<Acc>(NAN)};
-  if (valid && sample.lives) occ = occupied_node(batch, extent, at, arcs, saved, 0).arc(i);
+  if (valid && sample.feasible) occ = occupied_node(batch, extent, at, arcs, saved, 0).arc(i);
   const int64_t out = arcs.rnnt ? node : index;  // RNN-T: one of the two pairs has the blank, the other the label
   if (!arcs.rnnt || arcs.has_blank(i)) blank[out] = occ.blank;
   if (arcs.has_label(i)) label[out] = occ.label;

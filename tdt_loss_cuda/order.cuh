@@ -24,7 +24,7 @@ struct BlockNodes {
     const uint32_t i = first + r, valid = extent.nodes();
     return i < (padding ? nodes_of_sample(batch) - valid : valid);
   }
-  // The r-th of them. Padding lies beside the valid nodes of each frame, and then in whole frames.
+  // The r-th of them. Padding consists of the nodes beside the valid ones of each frame, and then of whole frames.
   __device__ Node at(const Batch& batch, int r) const {
     const uint32_t i = first + r, U1 = extent.ok ? extent.U + 1 : 0;
     const uint32_t width = padding ? batch.max_U1 - U1 : U1, beside = padding ? extent.T * width : ~0u;
@@ -51,7 +51,7 @@ struct BlockOrder {
             static_cast<unsigned>(batch.B * of_sample)};
   }
 
-  // Asked by a whole block, of which one warp searches.
+  // Called by all threads of a block; one warp searches.
   __device__ void find(const Batch& batch, BlockNodes* shared) const {
     if (threadIdx.x < kWarp) {
       const BlockNodes nodes = search(batch, threadIdx.x);

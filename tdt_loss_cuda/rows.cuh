@@ -13,7 +13,8 @@ namespace tdt::cuda {
 
 constexpr int kUnroll = 4;  // vectors a thread has in flight
 
-// Threads of a row kernel per multiprocessor to compile for: 1024 leave 64 registers each. float64 needs more.
+// Threads of a row kernel per multiprocessor to compile for: of 65536 registers, 1024 threads leave 64 each. float64
+// needs twice as many.
 template <typename S>
 constexpr int kRowThreads = sizeof(S) == 8 ? 512 : 1024;
 
@@ -23,9 +24,13 @@ __device__ S* next_line(S* p) {
   return p + (kCacheLine - reinterpret_cast<uintptr_t>(p) % kCacheLine) % kCacheLine / sizeof(S);
 }
 
+// Rows shorter than this are shared by fewer threads: with a stride of kWarp * kUnroll vectors of 16 bytes, 2 KiB, a
+// warp goes through its loop at least four times for a longer one.
+constexpr int64_t kShortRowBytes = 4 * kWarp * kUnroll * 16;
+
 template <typename S>
 bool is_short_row(int V) {
-  return V * static_cast<int64_t>(sizeof(S)) < 8192;
+  return V * static_cast<int64_t>(sizeof(S)) < kShortRowBytes;
 }
 
 __device__ __forceinline__ float widen(float x) { return x; }
@@ -43,8 +48,8 @@ __device__ __forceinline__ S narrow(accumulate_t<S> x) {
 
 enum class Caching { kBypassed, kKept };
 
-// 16 bytes of a row. Loads bypass what caching they can: a row is read once. Stores do not unless told: where two rows
-// meet in a sector of memory, the cache puts it together; written in two parts it would cost as much as many.
+// 16 bytes of a row. Loads are marked as read once. Stores are not unless the caller says so: where two rows share a
+// sector of memory, the cache combines them; written in two parts the sector would cost as much as many.
 template <typename S>
 struct Vector {
   static constexpr int kSize = 16 / sizeof(S);
@@ -84,8 +89,8 @@ struct Vector {
   }
 };
 
-// How the elements of a vector in memory lie: from a multiple of 16 bytes on; 16-bit elements from one of 4 bytes and
-// wider ones from anywhere; 16-bit elements from an odd one.
+// At which addresses the elements of a vector in memory begin: kWhole: at a multiple of 16 bytes; kWords: 16-bit
+// elements at a multiple of 4 bytes, wider ones anywhere; kOdd: 16-bit elements between two multiples of 4 bytes.
 enum class Alignment { kWhole, kWords, kOdd };
 
 // Sixteen bytes of a row whatever their alignment, and nothing beside them. Loads of parts are cached, since those of

@@ -10,10 +10,10 @@ namespace tdt {
 // What every op on the hidden layer is given, checked. `nodes`: the dense node index (b * T + t) * U1 + u of each row.
 template <typename S>
 Joint<S> joint_of(const Tensor& encoder, const Tensor& decoder, int64_t activation, double dropout, int64_t seed) {
-  return {Grid(encoder.size(0), encoder.size(1), decoder.size(1)),
-          static_cast<int>(encoder.size(2)),
-          const_data<S>(encoder),
+  return {const_data<S>(encoder),
           const_data<S>(decoder),
+          static_cast<int>(encoder.size(2)),
+          Grid(encoder.size(0), encoder.size(1), decoder.size(1)),
           static_cast<Activation>(activation),
           Dropout::of(dropout, seed)};
 }

@@ -19,7 +19,8 @@ Rows<S> rows_of(const Tensor& t, int64_t column = 0) {
 
 template <typename S>
 LogitRows<S> logit_rows(const Tensor& logits, const OptionalTensor& duration_logits, int64_t V) {
-  return {rows_of<S>(logits), duration_logits ? rows_of<S>(*duration_logits) : rows_of<S>(logits, V)};
+  if (duration_logits) return {rows_of<S>(logits), rows_of<S>(*duration_logits), Layout::kApart};
+  return {rows_of<S>(logits), rows_of<S>(logits, V), Layout::kJoint};
 }
 
 template <typename Acc>
