@@ -101,7 +101,8 @@ struct Extent {
 };
 
 // How the nodes of the tensors, padding among them, are counted: (b * max_T + t) * max_U1 + u. `Sizes` has B, max_T,
-// max_U1 and the dividers by the last two.
+// max_U1 and the dividers by the last two. This base has no members of its own: where the sizes stand among the
+// parameters of a kernel decides how they are loaded, and the kernels are tuned with the order that Batch has.
 template <class Sizes>
 struct NodeIndexing {
   TDT_HD int64_t nodes() const { return static_cast<int64_t>(its().B) * its().max_T * its().max_U1; }
@@ -125,7 +126,7 @@ struct NodeIndexing {
   TDT_HD const Sizes& its() const { return static_cast<const Sizes&>(*this); }
 };
 
-// The nodes alone, for who needs neither labels nor lengths.
+// The nodes alone, for what needs neither labels nor lengths.
 struct Grid : NodeIndexing<Grid> {
   int B, max_T, max_U1;
   Divider by_max_T, by_max_U1;
