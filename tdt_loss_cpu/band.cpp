@@ -206,18 +206,14 @@ void Cpu::list_rows(const Tensor&, const RowTable& table, int64_t n, int32_t* no
   });
 }
 
-#define TDT_INSTANTIATE(S)                                                        \
+#define TDT_INSTANTIATE(S, _)                                                     \
   template void Cpu::pilots<S>(const Tensor&, const Pilots<S, accumulate_t<S>>&); \
   template void Cpu::bound_columns<S>(const Tensor&, const BoundColumns<S, accumulate_t<S>>&);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
-template void Cpu::bound_rows<float>(const Tensor&, const BoundRows<float>&);
-template void Cpu::bound_rows<double>(const Tensor&, const BoundRows<double>&);
-template void Cpu::posterior<float>(const Tensor&, const Posterior<float>&);
-template void Cpu::posterior<double>(const Tensor&, const Posterior<double>&);
-template void Cpu::select<float>(const Tensor&, const Selection<float>&);
-template void Cpu::select<double>(const Tensor&, const Selection<double>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
+#define TDT_INSTANTIATE_ACCUMULATE(S, _)                                \
+  template void Cpu::bound_rows<S>(const Tensor&, const BoundRows<S>&); \
+  template void Cpu::posterior<S>(const Tensor&, const Posterior<S>&);  \
+  template void Cpu::select<S>(const Tensor&, const Selection<S>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE_ACCUMULATE)
 
 }  // namespace tdt

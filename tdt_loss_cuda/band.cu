@@ -204,11 +204,10 @@ void Cuda::list_rows(const Tensor& like, const RowTable& table, int64_t n, int32
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template void Cuda::bound_columns<float>(const Tensor&, const BoundColumns<float, float>&);
-template void Cuda::bound_columns<double>(const Tensor&, const BoundColumns<double, double>&);
-template void Cuda::bound_columns<Half>(const Tensor&, const BoundColumns<Half, float>&);
-template void Cuda::bound_columns<BFloat16>(const Tensor&, const BoundColumns<BFloat16, float>&);
-template void Cuda::bound_rows<float>(const Tensor&, const BoundRows<float>&);
-template void Cuda::bound_rows<double>(const Tensor&, const BoundRows<double>&);
+#define TDT_INSTANTIATE(S, _) \
+  template void Cuda::bound_columns<S>(const Tensor&, const BoundColumns<S, accumulate_t<S>>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
+#define TDT_INSTANTIATE_ACCUMULATE(S, _) template void Cuda::bound_rows<S>(const Tensor&, const BoundRows<S>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE_ACCUMULATE)
 
 }  // namespace tdt

@@ -1,30 +1,4 @@
-// clang-format off
-// The lattice on the GPU: alpha, beta and the log-likelihood of every sample, eq. 4-6, in one launch.
-//
-// The equations of the package; every file cites them by number. Node (t, u): t frames and u labels behind us; x and z
-// its token and duration logits; d_0 ... d_{D-1} the durations.
-//
-//   lp_blank(t,u)  = x[blank]   - lse(x) - sigma                                                                (1)
-//   lp_label(t,u)  = x[y_{u+1}] - lse(x) - sigma          (u < U)                                               (2)
-//   lp_dur_i(t,u)  = z_i - lse(z)                                                                               (3)
-//
-// Arcs out of (t,u), for each i: blank (d_i > 0) to (t + d_i, u); label (u < U) to (t + d_i, u + 1); their weight is
-// lp_blank or lp_label, plus lp_dur_i. An arc lands on a frame t < T, but for the final blank from (t, U) with
-// t + d_i = T, the exit.
-//
-//   alpha(0,0) = 0; alpha(t,u) = logsumexp over the arcs into (t,u) of alpha(source) + weight                   (4)
-//   beta(t,u)  = logsumexp over the arcs out of (t,u) of weight + beta(target); beta(exit) = 0                  (5)
-//   LL = beta(0,0); loss = -LL                                                                                  (6)
-//   occ(arc) = exp(alpha(source) + weight + beta(target) - LL)                                                  (7)
-//
-// G_blank, G_label: sums of occ over i; G_i: both arcs of duration i; G = G_blank + G_label.
-//
-//   d loss / d x_v = softmax(x)_v G - [v = blank] G_blank - [v = y_{u+1}] G_label                               (8)
-//   d loss / d z_i = softmax(z)_i G - G_i                                                                       (9)
-// clang-format on
-//
-// RNN-T is the same lattice with two arcs: a blank of one frame and a label of none, and no eq. 3 in their weights. The
-// mixture (1 - omega) TDT + omega RNN-T runs both over the same log-probabilities.
+// The lattice on the GPU: alpha, beta and the log-likelihood of every sample, eq. 4 and 5, in one launch (equations.h).
 //
 // Work: a block owns a strip of 32 columns u of one sample in one direction (strip.cuh), so there is no limit on U.
 // beta is the same march in mirrored coordinates (T-1-t, U-u); both directions of all samples and lattices are one

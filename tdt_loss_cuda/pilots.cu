@@ -211,9 +211,7 @@ void Cuda::pilots(const Tensor& like, const Pilots<S, accumulate_t<S>>& p) {
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template void Cuda::pilots<float>(const Tensor&, const Pilots<float, float>&);
-template void Cuda::pilots<double>(const Tensor&, const Pilots<double, double>&);
-template void Cuda::pilots<Half>(const Tensor&, const Pilots<Half, float>&);
-template void Cuda::pilots<BFloat16>(const Tensor&, const Pilots<BFloat16, float>&);
+#define TDT_INSTANTIATE(S, _) template void Cuda::pilots<S>(const Tensor&, const Pilots<S, accumulate_t<S>>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

@@ -1,5 +1,5 @@
-// One lane's part of the lattice: eq. 4 forward and eq. 5 backward for one column u, frame after frame (equations:
-// lattice.cu).
+// One lane's part of the lattice: eq. 4 forward and eq. 5 backward for one column u, frame after frame
+// (equations.h).
 //
 // Short durations live in registers, one slot per duration value: pending arrivals forward, past betas backward. All
 // other arcs ("far": longer ones, and further columns of a duration that occurs more than once) read what was

@@ -203,9 +203,9 @@ void Cuda::select(const Tensor& like, const Selection<Acc>& p) {
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template void Cuda::posterior<float>(const Tensor&, const Posterior<float>&);
-template void Cuda::posterior<double>(const Tensor&, const Posterior<double>&);
-template void Cuda::select<float>(const Tensor&, const Selection<float>&);
-template void Cuda::select<double>(const Tensor&, const Selection<double>&);
+#define TDT_INSTANTIATE_ACCUMULATE(S, _)                                \
+  template void Cuda::posterior<S>(const Tensor&, const Posterior<S>&); \
+  template void Cuda::select<S>(const Tensor&, const Selection<S>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE_ACCUMULATE)
 
 }  // namespace tdt

@@ -1,4 +1,4 @@
-// A strip of the lattice: 32 columns u of one sample in one direction, by one block (equations: lattice.cu).
+// A strip of the lattice: 32 columns u of one sample in one direction, by one block (equations.h).
 //
 // Lane j of the block's first warp handles frame n - j at step n, so the wavefront t + u = const moves through the
 // strip, and what a lane needs of its left neighbour is what that lane made one step ago: one shuffle. The march is a
@@ -212,7 +212,7 @@ class Strip {
     if (!column.has(t)) return;
     const Scaled value = normalized(stage(chunk).value_at(step, lane));
     if (stored_ && !Ring::kFar) stored_[p_.batch.node(b_, t, column.u)] = node_log(value, Acc(0));
-    if (direction == kBackward && column.u == 0 && t == 0) {  // LL of eq. 6
+    if (direction == kBackward && column.u == 0 && t == 0) {  // LL of eq. 5
       p_.ll[static_cast<int64_t>(lattice_) * p_.batch.B + b_] = log_of(value);
     }
   }

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "../tdt_loss_common/band.h"
+#include "../tdt_loss_common/checks.h"
 #include "../tdt_loss_common/tile.h"
-#include "torch_binding.h"
 
 namespace tdt {
 
@@ -44,7 +44,7 @@ void log_probs_tile_(const Tensor& tile, const Tensor& bias, const Tensor& nodes
     using Acc = decltype(zero);
     Backend::template tile_log_probs<Acc>(tile, {tile_of<Acc>(tile, bias, batch, list),
                                                  {static_cast<int>(blank), sigma, delay_penalty},
-                                                 node_records<Acc>(node_lp, row_max)});
+                                                 {mutable_data<Acc>(node_lp), mutable_data<Acc>(row_max)}});
   });
 }
 
