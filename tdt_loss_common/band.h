@@ -231,7 +231,7 @@ struct Selection {
   const double* ll;  // (lattices, B), of upper bounds
   double tolerance;
   uint8_t* known;        // (B, T, U1) or null: nodes that are no candidates; those that are kept join them
-  int32_t* nodes;        // (B * T * U1,): the kept nodes in their order
+  int32_t* nodes;        // (B * T * U1,): the kept nodes in their order, then -1
   int32_t* row_of_node;  // (B, T, U1): their place in `nodes`, or -1
   int32_t* count;        // (1,)
   double* dropped;       // (B,): the mass of what is left out

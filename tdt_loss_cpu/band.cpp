@@ -196,6 +196,7 @@ void Cpu::select(const Tensor&, const Selection<Acc>& p) {
       if (p.known) p.known[node] = 1;
     }
   }
+  std::fill(p.nodes + count, p.nodes + p.batch.nodes(), -1);
   *p.count = count;
 }
 

@@ -193,6 +193,7 @@ void Cuda::select(const Tensor& like, const Selection<Acc>& p) {
   auto* const bins = static_cast<unsigned long long*>(workspace.mutable_data_ptr());
   int* const cuts = reinterpret_cast<int*>(bins + of_bins);
   STD_CUDA_CHECK(cudaMemsetAsync(bins, 0, of_bins * sizeof(*bins), scope.stream()));
+  STD_CUDA_CHECK(cudaMemsetAsync(p.nodes, 0xff, p.batch.nodes() * sizeof(*p.nodes), scope.stream()));
   const int64_t of_sample = static_cast<int64_t>(p.batch.max_T) * p.batch.max_U1;
   const dim3 grid(cuda::blocks_for(of_sample, cuda::kPiece), std::min<unsigned>(B, kMostOfGrid));
   cuda::fill_bins_kernel<Acc><<<grid, cuda::kBlock, 0, scope.stream()>>>(p, bins);

@@ -96,7 +96,7 @@ def test_compiled_equals_eager(kernel, device, fresh_dynamo, durations, dropout)
     loss = compiled(*leaves)
     loss.backward()
     torch.manual_seed(4)
-    eager = fused(kernel, problem, "mean" if durations else "mean_volume", dropout=dropout)
+    eager = fused(kernel, problem, "mean" if durations else "mean_volume", dropout=dropout, tolerance=1e-6)
     assert same_bits(loss.detach(), eager.loss)
     assert leaves[1].grad is None
     for name, leaf in zip(NAMES, leaves):

@@ -141,7 +141,8 @@ def gradient_tile_(ops, device):
 
 def list_rows_(ops, device):
     table = torch.tensor([[12, 12, 20], [0, 12, 12], [12, 0, 8], [3, 1, 4]], device=device)
-    yield torch.empty(10, dtype=torch.int32, device=device), table, 0, 2, 4, 4
+    for first, step in ((0, 2), (3, 1)):
+        yield torch.empty(10, dtype=torch.int32, device=device), table, first, step, 4, 4
 
 
 def head(dtype, device):
