@@ -1,10 +1,10 @@
 """Which arcs a node has: where they land, the final blank, durations beyond the end. The loss, the occupancies and the best alignment each ask the
 same rule, and each is held against the enumeration of every alignment. Beside it, the size of a node's record, which Python and C++ both count."""
 
-import oracle
 import pytest
 import torch
-from conftest import make_batch
+from support import oracle
+from support.batches import make_batch
 
 DURATIONS = [(), (1,), (0, 1), (0, 1, 2), (2,), (3, 1), (1, 1, 0), (0, 4), (5, 1), (1, 2**40)]
 SIZES = [(T, U) for T in (1, 2, 3, 4) for U in (0, 1, 2)]

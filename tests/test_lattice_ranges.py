@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import BLANK_LP, DUR_LP, LABEL_LP, make_batch
+from support.batches import BLANK_LP, DUR_LP, LABEL_LP, make_batch
 from test_lattice import assert_lattice_matches
 
 T, U, V = 70, 70, 5  # three strips of columns, and more than one chunk of steps in each

@@ -76,7 +76,7 @@ def same_bits(first, second):
     )
 
 
-def assert_same_bits(outcome, expected, samples=slice(None)):
+def assert_same_bits(outcome, expected, samples=...):
     """Losses and gradients of these samples."""
     for name in ("losses", "grad_tokens", "grad_durations"):
         assert same_bits(getattr(outcome, name)[samples], getattr(expected, name)[samples]), name
