@@ -22,6 +22,10 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+# The official builder's CI has build.toml, the sources, and the Python files of torch-ext and tests, and nothing else.
+WHOLE_REPOSITORY = (REPO / "benchmarks").is_dir()
+collect_ignore = [] if WHOLE_REPOSITORY else ["test_fuzz.py"]
+
 # Derandomized: a test suite that guards a commit must give the same verdict twice.
 hypothesis.settings.register_profile("suite", derandomize=True, max_examples=25, deadline=None, database=None)
 hypothesis.settings.load_profile("suite")
@@ -31,9 +35,12 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "kernels_ci: the subset for a quick check of a build, under 60 s")
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU")
     config.addinivalue_line("markers", "two_gpus: needs two NVIDIA GPUs")
+    config.addinivalue_line("markers", "whole_repository: needs files that the official builder's CI lacks")
 
 
 def pytest_runtest_setup(item):
+    if item.get_closest_marker("whole_repository") and not WHOLE_REPOSITORY:
+        pytest.skip("needs the whole repository")
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     if item.get_closest_marker("two_gpus") and torch.cuda.device_count() < 2:
