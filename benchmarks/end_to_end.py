@@ -33,8 +33,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on a CPU that others use 
 import earlier
 import torch
 from kernels import get_kernel
-from models import SIZES, TINY, Size, build_model, make_batch
 from records import RESULTS, commit, slug, version
+from speech_models import SIZES, TINY, Size, build_model, make_batch
 from timing import Times
 
 ROUNDS = 3  # in which the losses take turns; 1 for tiny models
