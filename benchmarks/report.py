@@ -42,7 +42,9 @@ def milliseconds(row: dict | None, field: str = "ms") -> str:
         return ""
     if row["ms"] is None:
         return row.get("lost", "lost")
-    return "" if row.get(field) is None else f"{row[field]:.3g}"
+    if row.get(field) is None:
+        return ""
+    return f"{row[field]:,.0f}" if row[field] >= 100 else f"{row[field]:.3g}"
 
 
 def ratio(row: dict, reference: dict, field: str = "ms") -> str:

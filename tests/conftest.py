@@ -23,7 +23,7 @@ import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 # The official builder's CI has build.toml, the sources, and the Python files of torch-ext and tests, and nothing else.
-WHOLE_REPOSITORY = (REPO / "benchmarks").is_dir()
+WHOLE_REPOSITORY = (Path(__file__).resolve().parent.parent / "benchmarks").is_dir()
 collect_ignore = [] if WHOLE_REPOSITORY else ["test_fuzz.py"]
 
 # Derandomized: a test suite that guards a commit must give the same verdict twice.
