@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 # The official builder's CI has build.toml, the sources, and the Python files of torch-ext and tests, and nothing else.
 WHOLE_REPOSITORY = (Path(__file__).resolve().parent.parent / "benchmarks").is_dir()
-collect_ignore = [] if WHOLE_REPOSITORY else ["test_fuzz.py"]
+collect_ignore = [] if WHOLE_REPOSITORY else ["test_fuzz.py", "test_readme.py"]
 
 # Derandomized: a test suite that guards a commit must give the same verdict twice.
 hypothesis.settings.register_profile("suite", derandomize=True, max_examples=25, deadline=None, database=None)
