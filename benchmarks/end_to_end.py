@@ -42,7 +42,7 @@ WARMUP = 2  # steps at the start of each turn
 LEAST, MOST = 3, 20  # timed steps of a turn
 TURN_SECONDS = 3.0  # of timed steps in a turn, beyond LEAST; none for tiny models
 LIMITS_GIB = (24, 80)
-TOLERANCE = 0.02  # between the values of two losses: logits are bfloat16
+TOLERANCE = 0.01  # between the values of two losses, relative: logits are bfloat16
 GIB = 2**30
 
 
@@ -268,7 +268,8 @@ def measure_batch(training: Training, kernel, losses: dict[str, Callable], sampl
                         value = training.value(batch)
                         expected = value if expected is None else expected
                         if not abs(value / expected - 1) < TOLERANCE:
-                            raise AssertionError(f"{training.size.name}, {name}: loss {value} for {expected}")
+                            rows[name] = {"ms": None, "lost": f"another loss: {value:.6g} for {expected:.6g}"}
+                            continue
                     times[name] += training.timed_steps(batch, seconds)
                     if turn == rounds - 1:
                         rows[name] |= {
