@@ -189,6 +189,7 @@ def main() -> int:
     if lacking := missing(program, path):
         print("left out: the official build and its CI test, for lack of", "; ".join(lacking))
         return 1 if options.require else 0
+    program = str(Path(program).resolve())  # the steps run in other folders
     environment = os.environ | {"PATH": path}
     if options.work:
         options.work.mkdir(parents=True)
