@@ -25,7 +25,7 @@ CXX_FILES := $(wildcard torch-ext/*.cpp torch-ext/*.h tdt_loss_*/*.cpp tdt_loss_
 export LOCAL_KERNELS := kernels-community/tdt-loss=$(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help build train align test test-kernels-ci test-frameworks fuzz sanitize lint format abi report clean
+.PHONY: help build train align test test-kernels-ci test-frameworks fuzz sanitize lint format abi official report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -85,7 +85,10 @@ format: $(READY)  ## format C++, CUDA and Python in place
 abi: build  ## check that the built libraries keep to Python's stable ABI
 	$(PY) tools/check_abi.py
 
-report: $(READY)  ## put the table and plot of benchmarks/results into the README
+official: $(READY)  ## build and test as the official builder does, where kernel-builder is installed
+	$(PY) tools/official_build.py $(ARGS)
+
+report: $(READY)  ## make every table and figure of README.md, CARD.md and docs/ from benchmarks/results
 	$(PY) benchmarks/report.py
 
 clean:  ## remove what was built; the environment in .venv stays

@@ -10,5 +10,12 @@
     kernel-builder.lib.genKernelFlakeOutputs {
       inherit self;
       path = ./.;
+
+      # What the tests marked kernels_ci import beside torch, kernels and pytest.
+      pythonCheckInputs =
+        pkgs: with pkgs; [
+          hypothesis
+          numpy
+        ];
     };
 }

@@ -5,14 +5,24 @@
     make build && kernels benchmark .                            the build in this checkout
 
 (The command takes a folder, as here; it does not ask LOCAL_KERNELS for one when it fetches these scripts.) Each workload is
-verified on the first sample before it is timed: TDT against transformers' loss, RNN-T against the recursion below. What the
-command prints as reference time and speedup is the time of that one sample, not of the batch.
+verified on the first sample before it is timed, against the recursions below, which need nothing but torch. What the command
+prints as reference time and speedup is the time of that one sample, not of the batch.
 """
 
 import torch
 from kernels.benchmark import Benchmark
 
 DURATIONS = [0, 1, 2, 3, 4]
+
+
+def along_labels(below: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """(U + 1,) alpha of one frame: `below`, what arrives from earlier frames, and the label arcs within the frame, labels[u] of them before u."""
+    return labels + (below - labels).logcumsumexp(-1)
+
+
+def before(label: torch.Tensor) -> torch.Tensor:
+    """(..., U) log-weights of label arcs to (..., U + 1), the sum of those before u."""
+    return torch.nn.functional.pad(label.cumsum(-1), (1, 0))
 
 
 class Workload:
@@ -50,11 +60,27 @@ class TDTLossBenchmark(Workload, Benchmark):
         return self.kernel.tdt_loss_joint(self.logits, *self.lengths, self.V - 1, DURATIONS, reduction="none")
 
     def reference_loss(self, logits: torch.Tensor) -> torch.Tensor:
-        from transformers.loss.loss_tdt import tdt_loss
-
-        first = (tensor[:1] for tensor in self.lengths)
-        tokens, durations = logits[..., : self.V], logits[..., self.V :]
-        return tdt_loss(tokens, durations, *first, self.V - 1, DURATIONS, reduction="sum")
+        """Frame by frame: arcs of positive durations arrive from earlier frames, labels of duration 0 from the same frame."""
+        tokens, durations = logits[0, ..., : self.V].log_softmax(-1), logits[0, ..., self.V :].log_softmax(-1).double()
+        T = tokens.shape[0]
+        blank = tokens[..., self.V - 1].double()  # (T, U + 1)
+        label = tokens[:, :-1].gather(-1, self.targets[:1, :, None].expand(T, -1, -1)).squeeze(-1).double()  # (T, U)
+        zero = DURATIONS.index(0)
+        labels = before(label + durations[:, :-1, zero])
+        alpha, exits = [labels[0]], []
+        for t in range(1, T + 1):
+            arriving = []
+            for i, d in enumerate(DURATIONS):
+                if 0 < d <= t:
+                    arriving.append(alpha[t - d] + blank[t - d] + durations[t - d, :, i])
+                    if t == T:
+                        exits.append(arriving[-1][-1])
+                    else:
+                        by_label = alpha[t - d][:-1] + label[t - d] + durations[t - d, :-1, i]
+                        arriving.append(torch.nn.functional.pad(by_label, (1, 0), value=-torch.inf))
+            if t < T:
+                alpha.append(along_labels(torch.stack(arriving).logsumexp(0), labels[t]))
+        return -torch.stack(exits).logsumexp(0)
 
     def setup_base(self) -> None:
         self.prepare(8, 100, 20, 1025, len(DURATIONS), torch.float32)
@@ -89,15 +115,15 @@ class RNNTLossBenchmark(Workload, Benchmark):
         return self.kernel.rnnt_loss(self.logits, *self.lengths, self.V - 1, "none")
 
     def reference_loss(self, logits: torch.Tensor) -> torch.Tensor:
-        """Row by row in t; within a row, alpha(u) = logsumexp over v <= u of (alpha(v) from below) + (labels v to u)."""
+        """Frame by frame: a blank arrives from the frame before, labels from the same frame."""
         lp = logits[0].log_softmax(-1)  # (T, U + 1, V)
         T = lp.shape[0]
         blank = lp[..., self.V - 1].double()  # (T, U + 1)
         label = lp[:, :-1].gather(-1, self.targets[:1, :, None].expand(T, -1, -1)).squeeze(-1).double()  # (T, U)
-        labels = torch.nn.functional.pad(label.cumsum(-1), (1, 0))  # (T, U + 1), of all labels before u
+        labels = before(label)
         alpha = labels[0]
         for t in range(1, T):
-            alpha = labels[t] + (alpha + blank[t - 1] - labels[t]).logcumsumexp(-1)
+            alpha = along_labels(alpha + blank[t - 1], labels[t])
         return -(alpha[-1] + blank[-1, -1])
 
     def setup_base(self) -> None:

@@ -1,4 +1,4 @@
-"""What the records of measurements and test runs share: their files, what they say of where they come from, and their tables in the README."""
+"""What the records of measurements and test runs share: their files, what they say of where they come from, and their tables in the documents."""
 
 import importlib.metadata
 import re

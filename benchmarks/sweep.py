@@ -2,6 +2,7 @@
 """Time the loss over the shapes of real training runs, against the floor that the memory bandwidth sets and against peers.
 
     LOCAL_KERNELS=kernels-community/tdt-loss=$PWD python benchmarks/sweep.py [--cases base ft-v2 ...] [--apis rnnt_loss ...] [--no-peers]
+        [--earlier FOLDER_OR_REVISION]
 
 TDT and RNN-T. The floor is three passes over the logits (read forward; read and written backward) at the copy bandwidth measured in the same
 run. Every implementation is verified before it is timed. Inputs rotate through more memory than the L2 cache holds; times are medians, 20th and 80th
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
+import earlier
 import torch
 from kernels import get_kernel
 from records import REPO, RESULTS, commit, slug, version
@@ -163,6 +165,10 @@ def transformers_loss(kernel, case: Case, *logits_and_rest):
     from transformers.loss.loss_tdt import tdt_loss
 
     return tdt_loss(*logits_and_rest, case.V - 1, DURATIONS)
+
+
+def earlier_loss(kernel, case: Case, *logits_and_rest, published):
+    return earlier.tdt_loss(published, *logits_and_rest, case.V - 1, DURATIONS)
 
 
 def rnnt(kernel, case: Case, logits, *rest):
@@ -347,11 +353,15 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", help="only these")
     parser.add_argument("--apis", nargs="*", help="only these, by their names in the results")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--earlier", "--upstream", metavar="FOLDER_OR_REVISION", help=earlier.HELP)
     parser.add_argument("--commit", default=commit())
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
 
     kernel = get_kernel("kernels-community/tdt-loss", version=1)
+    if options.earlier:
+        published = partial(earlier_loss, published=earlier.load(options.earlier))
+        TDT_APIS.append(Api("earlier kernel", published, SLICES, peer="kernels"))
     bandwidth = copy_tbps()
     gpu = torch.cuda.get_device_name()
     common = {
@@ -360,6 +370,7 @@ def main() -> None:
         "cuda": torch.version.cuda,
         "transformers": version("transformers"),
         "torchaudio": version("torchaudio"),
+        "earlier": options.earlier and Path(options.earlier).name,
         "gpu": gpu,
         "commit": options.commit,
         "date": datetime.date.today().isoformat(),

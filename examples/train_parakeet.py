@@ -165,7 +165,7 @@ def loss_weight(samples: int, device: torch.device) -> float:
 
     DistributedDataParallel takes the mean of the processes' gradients, each process alike. With this weight it is the gradient of
     the mean over the samples of all processes, however many each has. (A loss per label wants `reduction="sum"`, times the
-    number of processes, over the labels of all: what README says under "Several GPUs".)
+    number of processes, over the labels of all: what docs/LOSSES.md says under "Several GPUs".)
     """
     _, processes = rank_and_processes()
     return samples * processes / sum_over_processes(samples, device)

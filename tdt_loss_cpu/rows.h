@@ -22,6 +22,12 @@
 #define TDT_SIMD
 #endif
 
+#if defined(_MSC_VER) && !defined(__clang__)
+#define TDT_ALWAYS_INLINE __forceinline
+#else
+#define TDT_ALWAYS_INLINE inline __attribute__((always_inline))
+#endif
+
 namespace tdt::cpu {
 
 constexpr int64_t kGrain = 16;       // rows per task at least: a row costs about a microsecond at V = 1024
@@ -29,7 +35,7 @@ constexpr int kLanes = 16;           // independent partial sums: one AVX-512 re
 constexpr int kPiece = 64 * kLanes;  // summed by itself, so that a long row's sum is not rounded element by element
 
 // exp(x) for x up to about 0, within 2 ulp; 0 below the normal float32 range, NaN for NaN.
-inline __attribute__((always_inline)) float exp_of(float x) {
+TDT_ALWAYS_INLINE float exp_of(float x) {
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
   const float n = (x * 1.44269504f + kRounder) - kRounder;
   const float f = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first exact in few bits

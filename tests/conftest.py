@@ -14,6 +14,10 @@ from support import environment  # noqa: E402, F401, I001  before torch and kern
 import hypothesis  # noqa: E402
 import torch  # noqa: E402
 
+# The official builder's CI has build.toml, the sources, and the Python files of torch-ext and tests, and nothing else.
+WHOLE_REPOSITORY = (Path(__file__).resolve().parent.parent / "benchmarks").is_dir()
+collect_ignore = [] if WHOLE_REPOSITORY else ["test_fuzz.py", "test_readme.py"]
+
 # Derandomized: a test suite that guards a commit must give the same verdict twice.
 hypothesis.settings.register_profile("suite", derandomize=True, max_examples=25, deadline=None, database=None)
 hypothesis.settings.load_profile("suite")
@@ -23,9 +27,12 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "kernels_ci: the subset for a quick check of a build, under 60 s")
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU")
     config.addinivalue_line("markers", "two_gpus: needs two NVIDIA GPUs")
+    config.addinivalue_line("markers", "whole_repository: needs files that the official builder's CI lacks")
 
 
 def pytest_runtest_setup(item):
+    if item.get_closest_marker("whole_repository") and not WHOLE_REPOSITORY:
+        pytest.skip("needs the whole repository")
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     if item.get_closest_marker("two_gpus") and torch.cuda.device_count() < 2:

@@ -312,6 +312,7 @@ def test_built_variants_are_whole(rust):
 
 
 @pytest.mark.kernels_ci
+@pytest.mark.whole_repository
 def test_kernel_loads_by_name_and_by_path(kernel):
     assert kernel.loss.ops.name.startswith("_tdt_loss_")
     assert kernels.get_local_kernel(REPO).loss.ops.name == kernel.loss.ops.name
@@ -325,6 +326,7 @@ def test_namespace_is_the_id_of_the_build(kernel):
 
 
 @pytest.mark.kernels_ci
+@pytest.mark.whole_repository
 def test_examples_of_the_card_run(kernel):
     jinja2 = pytest.importorskip("jinja2")
     template = jinja2.Template((REPO / "CARD.md").read_text(), undefined=jinja2.StrictUndefined)

@@ -22,7 +22,7 @@ def total(value, device):
 
 
 def loss_of_the_whole_batch(model, inputs, reduction):
-    """This process's part of a reduction over the samples of all, for DDP, which takes the mean of the gradients: README's recipe."""
+    """This process's part of a reduction over the samples of all, for DDP, which takes the mean of the gradients: the recipe of docs/LOSSES.md."""
     processes, (_, targets, _, target_lengths) = dist.get_world_size(), inputs
     if reduction in ("mean", "mean_batch"):
         samples = len(targets)

@@ -61,6 +61,7 @@ def test_cached_files_load_by_version_by_commit_and_by_lock_file(rust, kernel, c
 
 
 @pytest.mark.kernels_ci
+@pytest.mark.whole_repository
 def test_the_kernels_command_describes_the_build(rust):
     command = [sys.executable, "-c", "from kernels.cli import main; main()", "info", str(REPO), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

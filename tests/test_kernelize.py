@@ -163,7 +163,7 @@ def test_parakeet_with_a_hook_on_its_loss(kernel, parakeet, mapping, device, mod
 
 
 def test_use_kernels_of_transformers_has_no_hook_for_the_loss(kernel, parakeet):
-    """As the README says. Should this fail, transformers has one: the README must then say how to map it."""
+    """As docs/TRANSFORMERS.md says. Should this fail, transformers has one: that page must then say how to map it."""
     train_parakeet, vocabulary, batch = parakeet
     integration = pytest.importorskip("transformers.integrations.hub_kernels")
     if not hasattr(integration, "get_kernel_mapping_transformers"):

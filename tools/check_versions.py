@@ -4,7 +4,7 @@
     python tools/check_versions.py --variant cpu --built-against "torch 2.13.0+cpu, g++ 12.2"
 
 The outcome goes into benchmarks/results/abi.json, a row for each variant, torch and device, and all rows into the table
-under "Stable ABI" in README.md. Any torch that the stable ABI of build.toml reaches will do, beside what
+of docs/BUILDING.md. Any torch that the stable ABI of build.toml reaches will do, beside what
 requirements-dev.txt names; words after the options go to pytest.
 """
 
@@ -25,7 +25,7 @@ from records import RESULTS, put, version  # noqa: E402
 from records import commit as commit_at_hand  # noqa: E402
 
 ABI = RESULTS / "abi.json"
-README = REPO / "README.md"
+BUILDING = REPO / "docs" / "BUILDING.md"
 
 
 def run(
@@ -93,7 +93,7 @@ def main() -> int:
     rows = json.loads(ABI.read_text()) if ABI.exists() else []
     rows = sorted([row, *(other for other in rows if place(other) != place(row))], key=place)
     ABI.write_text(json.dumps(rows, indent=2) + "\n")
-    README.write_text(put(README.read_text(), "abi", table(rows)))
+    BUILDING.write_text(put(BUILDING.read_text(), "abi", table(rows)))
     print(f"{row['variant']} with torch {row['torch']}: {row['passed']} passed, {row['failed']} failed")
     return 1 if row["failed"] or not row["passed"] else 0
 

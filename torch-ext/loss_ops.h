@@ -120,6 +120,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> loss(
   return {value, node_lp, row_max, ll, alpha_beta, weights};
 }
 
+namespace {  // a struct may not be more visible than torch's hidden Tensor, or GCC warns
+
 // What the gradient needs beside the logits: the upstream gradient, what the forward saved, the options.
 struct GradientArguments {
   const Tensor &grad_loss, &weights, &targets, &logit_lengths, &target_lengths, &node_lp, &row_max, &ll, &alpha_beta;
@@ -127,6 +129,8 @@ struct GradientArguments {
   const DurationList& durations;
   double omega, fastemit_lambda, clamp;
 };
+
+}  // namespace
 
 // eq. 7-9 and 11-13 of the listed nodes into `grad_logits` and `grad_durations`, laid out like the logits.
 template <class Backend>
