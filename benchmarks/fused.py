@@ -5,9 +5,11 @@
 
 Forward and backward of `weight @ relu(f_t + g_u) + bias` and its loss, bfloat16, H = 640. "random": normal logits. "all live":
 the same, with backward made to compute every valid row. "sharp": a lattice as a trained model has it, in which each decision of
-one random alignment is favoured by 10 nats. The rows that are live in backward are counted. Every pipeline is verified against
+one random alignment is favoured by 10 nats. "trained": the
+joint inputs of a really trained model, where a file of them is given. The rows that forward computes and those that backward does are
+counted, with the default tolerance and with 0, and the time of one padded product of all rows stands beside. Every pipeline is verified against
 float64 before it is timed; times are medians, 20th and 80th percentiles. TFLOP/s are those of 8 * rows * H * (V + D) over all valid
-rows, and of what was computed: 2 forward, 6 backward for each live row. Adds its rows to benchmarks/results/<gpu>-fused.json, in
+rows, and of what was computed: 2 for each row of forward, 6 for each of backward. Adds its rows to benchmarks/results/<gpu>-fused.json, in
 place of older ones of the same cases, and draws the memory beside it as PNG.
 """
 
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from kernels import get_kernel
 from records import REPO, RESULTS, commit, slug
@@ -31,6 +34,7 @@ sys.path.insert(0, str(REPO / "tests"))  # the oracle's
 H = 640
 NATS = 10.0  # by which a sharp lattice favours each decision
 CODE = 16  # hidden units that spell a token in it
+LABELS = ("targets", "logit_lengths", "target_lengths")
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Case:
     D: int = 5  # 0: RNN-T
     ragged: bool = False
     too_large: bool = False  # for logits that exist
+    trained: bool = False  # the joint inputs of a really trained model; a larger vocabulary than its own is widened
 
     @property
     def columns(self) -> int:
@@ -54,6 +59,9 @@ class Case:
 
     def labels(self) -> tuple[torch.Tensor, ...]:
         """Targets on the GPU; logit lengths and target lengths on the host, where a data loader has them."""
+        if self.trained:
+            targets, *lengths = (torch.from_numpy(TRAINED[f"train_{name}"]).long() for name in LABELS)
+            return (targets + (self.V - len(TRAINED["weight"]) + self.D)).cuda(), *lengths
         generator = torch.Generator().manual_seed(1)
         targets = torch.randint(0, self.V - 1, (self.B, self.U), generator=generator)
         share = torch.linspace(0.4, 1.0, self.B) if self.ragged else torch.ones(self.B)
@@ -70,7 +78,10 @@ CASES = [
     Case("ft-v2", 16, 250, 99, 1025),
     Case("rnnt", 32, 400, 128, 1025, D=0),
     Case("256 x 40 s", 256, 500, 200, 8193, too_large=True),
+    Case("trained v3", 16, 0, 0, 8193, trained=True),
+    Case("trained", 16, 0, 0, 1025, trained=True),
 ]
+TRAINED = None  # the arrays of --trained
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]  # of the memory plot, in the shape of ft-v3
 PIPELINES = {  # of the memory plot
     "joint network, then tdt_loss_joint": "tab:red",
@@ -116,6 +127,18 @@ def sharp_operands(case: Case, dtype: torch.dtype = torch.bfloat16) -> list[torc
     return [x.to("cuda", dtype) for x in (encoder, decoder, weight, bias)]
 
 
+def trained_operands(case: Case, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """The same of a trained model. Tokens that it does not have are copies of its own, of a third of their weight."""
+    encoder, decoder, weight, bias = (
+        torch.from_numpy(TRAINED[name]).float() for name in ("train_encoder", "train_decoder", "weight", "bias")
+    )
+    more = case.columns - len(weight)
+    if more:
+        copied = torch.randint(0, len(weight) - case.D - 1, (more,), generator=torch.Generator().manual_seed(0))
+        weight, bias = torch.cat([0.3 * weight[copied], weight]), torch.cat([bias[copied] - 6, bias])
+    return [x.to("cuda", dtype) for x in (encoder, decoder, weight, bias)]
+
+
 def fused(kernel, case: Case, operands, labels, **options):
     if case.D:
         return kernel.tdt_loss_fused_joint(*operands, *labels, case.V - 1, case.durations, **options)
@@ -133,7 +156,7 @@ def dense(kernel, case: Case, operands, labels, **options):
 @contextmanager
 def every_row_live(kernel, case: Case) -> Iterator[None]:
     """Backward computes all valid rows: the most that there can be to do."""
-    ops = kernel.tiles.ops
+    ops = kernel.fused_passes.ops
     _, T, U = (x.cuda() for x in case.labels())
     t, u = torch.arange(case.T, device="cuda"), torch.arange(case.U + 1, device="cuda")
     valid = (t[:, None] < T[:, None, None]) & (u <= U[:, None, None])
@@ -143,13 +166,13 @@ def every_row_live(kernel, case: Case) -> Iterator[None]:
             return getattr(ops, name)
 
         def node_occupancy(self, *args: object) -> torch.Tensor:
-            return ops.node_occupancy(*args).clamp_(min=1e-30).mul_(valid)
+            return ops.node_occupancy(*args).clamp_(min=1e-3).mul_(valid)
 
-    kernel.tiles.ops = Ops()
+    kernel.fused_passes.ops = Ops()
     try:
         yield
     finally:
-        kernel.tiles.ops = ops
+        kernel.fused_passes.ops = ops
 
 
 def verify(kernel, case: Case, function: Callable) -> None:
@@ -211,10 +234,21 @@ def measure(kernel, case: Case, function: Callable, operands: Callable, options:
     if is_fused:
         loss, stats = fused(kernel, case, leaves, labels, return_stats=True, **options)
         loss.backward()
-        row["live_rows"] = stats.live_rows
-        done = (2 * rows + 6 * stats.live_rows) * H * case.columns
+        row |= {"forward_rows": stats.forward_rows, "live_rows": stats.live_rows, "gap": stats.gap.max().item()}
+        done = (2 * stats.forward_rows + 6 * stats.live_rows) * H * case.columns
         row["tflops_computed"] = done / row["ms"] / 1e9
+    row["one_product_ms"] = one_product(case, rows)
     return row
+
+
+def one_product(case: Case, rows: int) -> float:
+    """Milliseconds of the padded product of all rows' hidden units with the weight, a tile at a time: what is compared to."""
+    padded = -(-case.columns // 8) * 8
+    at_once = min(rows, 1 << 14)
+    hidden = torch.randn(at_once, H, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(padded, H, device="cuda", dtype=torch.bfloat16)
+    logits = hidden.new_empty(at_once, padded)
+    return times_of(lambda _: torch.mm(hidden, weight.t(), out=logits), repeats=20, warmup=5).median * rows / at_once
 
 
 def guarded(call: Callable[[], dict]) -> dict:
@@ -231,7 +265,10 @@ def show(row: dict) -> dict:
     if row["ms"] is None:
         figures = row["lost"]
     else:
-        live = f", {row['live_rows'] / row['rows']:.1%} live" if "live_rows" in row else ""
+        live = ""
+        if "live_rows" in row:
+            shares = (f"{row[name] / row['rows']:.1%}" for name in ("forward_rows", "live_rows"))
+            live = f", {' / '.join(shares)} of the rows, {row['ms'] / row['one_product_ms']:.2f} of one product"
         speed = f", {row['tflops']:.0f} TFLOP/s" if "tflops" in row else ""
         figures = f"{row['ms']:9.3f} ms, peak +{row['peak_extra_bytes'] / 2**30:.2f} GiB{live}{speed}"
     print(f"{row['case']:14} {row['api']:36} {row['lattice']:8} {figures}", flush=True)
@@ -244,23 +281,36 @@ def rows_of(kernel, names: list[str] | None) -> list[dict]:
         if names and case.name not in names:
             continue
         fused_name = "tdt_loss_fused_joint" if case.D else "rnnt_loss_fused_joint"
-        verify(kernel, case, fused)
-        plans = [
-            (fused_name, "random", fused, random_operands, {}),
-            (fused_name, "sharp", fused, sharp_operands, {}),
-            (fused_name, "all live", fused, random_operands, {}),
-            (f"{fused_name}, dropout 0.2", "all live", fused, random_operands, {"dropout": 0.2}),
-            (f"{fused_name}, threshold 1e-6", "sharp", fused, sharp_operands, {"occupancy_threshold": 1e-6}),
-        ]
-        if case.too_large:
-            plans = plans[:2]
+        all_rows = f"{fused_name}, tolerance 0"
+        if case.trained:
+            if TRAINED is None:
+                continue
+            options = {"sigma": 0.02}  # that the model was trained with
+            plans = [
+                (fused_name, "trained", fused, trained_operands, options),
+                (all_rows, "trained", fused, trained_operands, {**options, "tolerance": 0.0}),
+            ]
         else:
+            verify(kernel, case, fused)
+            plans = [
+                (name, lattice, fused, operands, options)
+                for lattice, operands in (("random", random_operands), ("sharp", sharp_operands))
+                for name, options in ((fused_name, {}), (all_rows, {"tolerance": 0.0}))
+            ]
+        if not case.too_large and not case.trained:
+            plans += [
+                (all_rows, "all live", fused, random_operands, {"tolerance": 0.0}),
+                (f"{all_rows}, dropout 0.2", "all live", fused, random_operands, {"tolerance": 0.0, "dropout": 0.2}),
+            ]
             verify(kernel, case, dense)
             name = "joint network, then " + ("tdt_loss_joint" if case.D else "rnnt_loss")
             plans.insert(0, (name, "random", dense, random_operands, {}))
+        shape = [case.B, case.T, case.U, case.columns]
+        if case.trained:
+            shape[1:3] = (TRAINED[f"train_{name}"].shape[1] for name in ("encoder", "targets"))
         for api, lattice, function, operands, options in plans:
             row = {"case": case.name, "api": api, "lattice": lattice, "dtype": "bfloat16"}
-            row["shape"] = [case.B, case.T, case.U, case.columns]
+            row["shape"] = shape
             with every_row_live(kernel, case) if lattice == "all live" else nullcontext():
                 row |= guarded(partial(measure, kernel, case, function, operands, options))
             rows.append(show(row))
@@ -324,10 +374,14 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", help="only these, without the memory plot")
     parser.add_argument("--tiles", action="store_true", help="only time and memory against max_tile_bytes")
     parser.add_argument("--memory", action="store_true", help="only memory against the batch size")
+    parser.add_argument("--trained", type=Path, help="joint inputs of a trained model (.npz), for the cases named so")
     parser.add_argument("--commit", default=commit())
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
 
+    if options.trained:
+        global TRAINED
+        TRAINED = dict(np.load(options.trained))
     kernel = get_kernel("kernels-community/tdt-loss", version=1)
     gpu = torch.cuda.get_device_name()
     rows = []

@@ -164,19 +164,18 @@ def fused_table(rows: list[dict]) -> str:
     for row in rows:
         if "rows" not in row or "tiles of" in row["case"]:
             continue
-        live = f"{row['live_rows'] / row['rows']:.0%}" if "live_rows" in row else "100%"
+        shares = [f"{row[name] / row['rows']:.1%}" if name in row else "100%" for name in ("forward_rows", "live_rows")]
         memory = f"{row['peak_extra_bytes'] / 2**30:.2f}"
         shape = ", ".join(map(str, row["shape"]))
-        body.append(
-            [row["case"], shape, row["api"], row["lattice"], live, f"{row['ms']:.4g}", memory, f"{row['tflops']:.0f}"]
-        )
+        times = [f"{row['ms']:.4g}", f"{row['ms'] / row['one_product_ms']:.2f}" if "one_product_ms" in row else ""]
+        body.append([row["case"], shape, row["api"], row["lattice"], *shares, *times, memory])
     first = next(row for row in rows if "rows" in row and "tiles of" not in row["case"])
     text = (
         f"Forward and backward of joint network and loss on one {first['gpu']} (PyTorch {first['torch']}, commit {first['commit']}, "
-        f"{first['date']}), bfloat16, H = 640, relu. Live: the rows that backward computes; TFLOP/s: 8 rows H (V + D) over the time, "
-        "whether computed or left out."
+        f"{first['date']}), bfloat16, H = 640, relu. Forward, backward: the share of the rows that each computes. Of one product: the "
+        "time over that of one padded product of all rows' hidden units with the head's weight. Tolerance 0 computes every row."
     )
-    names = ["case", "B, T, U, V + D", "", "lattice", "live", "ms", "peak GiB", "TFLOP/s"]
+    names = ["case", "B, T, U, V + D", "", "lattice", "forward", "backward", "ms", "of one product", "peak GiB"]
     return "\n".join([text, "", *markdown(names, body)])
 
 

@@ -190,7 +190,7 @@ def posterior(ops, device):
 
 
 def select_nodes_(ops, device):
-    for (node_lp, alpha_beta, ll, *labels, omega, factor) in posterior(ops, device):
+    for node_lp, alpha_beta, ll, *labels, omega, factor in posterior(ops, device):
         mass = ops.posterior(node_lp, alpha_beta, ll, *labels, omega, factor)
         yield None, mass, ll, *labels, omega, 1e-3
         yield torch.zeros_like(mass, dtype=torch.uint8), mass, ll, *labels, omega, 0.0
@@ -233,7 +233,21 @@ def fused_arguments(device):
             dropout, seed = (0.3, torch.tensor(5)) if dtype == torch.float16 else (0.0, None)
             options = map(batch.option, ("delay_penalty", "omega", "fastemit_lambda", "clamp"))
             blank, durations = batch.op_arcs
-            problem = (blank, N - len(durations), durations, 0.05, *options, True, 3, 0, dropout, 1 << 12, 0.0, 1e-6, dtype)
+            problem = (
+                blank,
+                N - len(durations),
+                durations,
+                0.05,
+                *options,
+                True,
+                3,
+                0,
+                dropout,
+                1 << 12,
+                0.0,
+                1e-6,
+                dtype,
+            )
             yield (*operands, *batch.lengths, *batch.lengths[1:], seed), problem
 
 

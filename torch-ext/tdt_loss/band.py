@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._ops import ops
 from .fakes import allocate_lattice, call
-from .tiles import Inputs, Joint, Problem, Tiles, ValidRows, multiply, widened
+from .tiles import Inputs, Joint, Problem, Tiles, ValidRows, widened
 
 _PILOTS = 1024  # rows, evenly spaced, whose softmax says which tokens are frequent
 _FREQUENT, _GROUPS = 128, 8
@@ -115,9 +115,7 @@ class Found(NamedTuple):
     lattice: tuple[Tensor, Tensor] | None  # ll and alpha_beta of the band, where they are known already
 
 
-def find_band(
-    joint: Joint, bounds: Bounds, rows: ValidRows, inputs: Inputs, p: Problem, out: "Records"
-) -> Found:
+def find_band(joint: Joint, bounds: Bounds, rows: ValidRows, inputs: Inputs, p: Problem, out: "Records") -> Found:
     """Fills the records of the nodes of a band, and of all others with log-probabilities of -inf; `rows` come in blocks."""
     B = len(out.row_max)
     both = out.node_lp.new_empty((2, *out.node_lp.shape))

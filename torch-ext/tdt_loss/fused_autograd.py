@@ -159,8 +159,7 @@ _fused_loss.register_autograd(_backward, setup_context=_setup)
     add_op_namespace_prefix("fused_gradient"),
     mutates_args=(),
     tags=_TAGS,
-    schema=f"(Tensor grad_loss, {_TENSORS}, {_SAVED}, {_SCALARS}, bool[] wanted) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad_loss, {_TENSORS}, {_SAVED}, {_SCALARS}, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _fused_gradient(grad_loss, *args):
     """The gradients of the operands; those that are not wanted are (0,)."""

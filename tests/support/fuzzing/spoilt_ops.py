@@ -60,7 +60,22 @@ def op_arguments(kernel, draw: Draw, device: str, op: str) -> list:
         return [tile, bias, nodes, node_lp, row_max, *labels, blank, V, D, 0.0, 0.0]
     if op == "gradient_tile_":
         pieces = [torch.empty_like(tile), tile.new_empty(-(-len(tile) // 32), tile.shape[1])]
-        return [*pieces, torch.ones_like(loss), weights, tile, bias, nodes, *labels, *saved, blank, V, durations, omega, 0.1, 0.0]
+        return [
+            *pieces,
+            torch.ones_like(loss),
+            weights,
+            tile,
+            bias,
+            nodes,
+            *labels,
+            *saved,
+            blank,
+            V,
+            durations,
+            omega,
+            0.1,
+            0.0,
+        ]
     encoder = torch.ones(batch.token_logits.shape[0], 4, 6, dtype=tile.dtype, device=device)
     decoder, hidden = encoder.clone(), torch.zeros(len(nodes), 6, dtype=tile.dtype, device=device)
     layer = [encoder, decoder, nodes, 0, 0.25, 7, 0]

@@ -182,5 +182,7 @@ def checked_options(call: str, options: dict[str, Any], tdt: bool, fused: bool) 
             raise TypeError(f"{call} got an unknown option {name!r}; there are {', '.join(allowed)}")
     check_reduction(options.get("reduction", "none"))
     Options.checked(**{name: value for name, value in options.items() if name in of_loss})
-    check_tiling(options.get("max_tile_bytes", 1), options.get("occupancy_threshold", 0.0), options.get("tolerance", 0.0))
+    check_tiling(
+        options.get("max_tile_bytes", 1), options.get("occupancy_threshold", 0.0), options.get("tolerance", 0.0)
+    )
     return dict(options)
