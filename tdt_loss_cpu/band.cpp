@@ -38,7 +38,7 @@ void Cpu::pilots(const Tensor&, const Pilots<S, accumulate_t<S>>& p) {
   for (int k = 0; k < p.V + p.D; ++k) {
     for (int h = 0; h < p.H; ++h) weight[h] = static_cast<Acc>(p.weight[static_cast<int64_t>(k) * p.H + h]);
     for (int h = 0; h < p.H; ++h) largest[h] = std::max(largest[h], std::abs(weight[h]));
-    largest_bias = std::max(largest_bias, std::abs(p.bias[k]));
+    if (std::abs(p.bias[k]) < INFINITY) largest_bias = std::max(largest_bias, std::abs(p.bias[k]));  // -inf: masked
     if (k >= p.V || p.share[k] == 0) continue;
     const int m = k % p.groups;
     const Acc q = p.share[k];
@@ -47,7 +47,7 @@ void Cpu::pilots(const Tensor&, const Pilots<S, accumulate_t<S>>& p) {
     p.group_sums[p.groups + m] += q * std::log(q);
     p.group_sums[2 * p.groups + m] += q * p.bias[k];
   }
-  Acc bias = largest_bias < INFINITY ? largest_bias : Acc(0);  // a bias of -inf masks a token
+  Acc bias = largest_bias;
   for (int h = 0; h < p.H; ++h) {
     p.rounding[h] = rounding_weight(p, largest[h]);
     bias += rounding_bias(p, largest[h]);

@@ -175,7 +175,10 @@ __global__ void __launch_bounds__(kBlock)
   }
   const auto most = [](Acc a, Acc b) { return fmax(a, b); };
   Acc bias = 0, all = 0;
-  for (int k = threadIdx.x; k < p.V + p.D; k += kBlock) bias = fmax(bias, fabs(p.bias[k]));
+  for (int k = threadIdx.x; k < p.V + p.D; k += kBlock) {
+    const Acc here = fabs(p.bias[k]);
+    if (here < static_cast<Acc>(INFINITY)) bias = fmax(bias, here);  // -inf: a masked token
+  }
   bias = block_reduce<kBlock>(bias, most);
   for (int h = threadIdx.x; h < p.H; h += kBlock) {
     Acc here = 0;
@@ -184,7 +187,7 @@ __global__ void __launch_bounds__(kBlock)
     all += rounding_bias(p, here);
   }
   all = block_reduce<kBlock>(all, add);
-  if (threadIdx.x == 0) p.rounding[p.H] = all + (bias < static_cast<Acc>(INFINITY) ? bias : Acc(0));
+  if (threadIdx.x == 0) p.rounding[p.H] = all + bias;
 }
 
 }  // namespace
