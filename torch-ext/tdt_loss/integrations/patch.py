@@ -19,7 +19,7 @@ from ..checks import Options, check_number, check_reduction
 from ..report import report
 from .heads import Head
 
-FUSED_OPTIONS = ("max_tile_bytes", "occupancy_threshold")
+FUSED_OPTIONS = ("max_tile_bytes", "occupancy_threshold", "tolerance")
 _LOSS_OPTIONS = {"sigma": 0.0, "fastemit_lambda": 0.0, "clamp": 0.0, "delay_penalty": 0.0, "zero_infinity": False}
 _VALUES = (*_LOSS_OPTIONS, "omega")
 SETTINGS = "_tdt_loss_settings"  # the attribute of a patched module; without it the module does as it did before
@@ -187,4 +187,6 @@ def checked_options(call: str, options: dict[str, Any], tdt: bool, fused: bool) 
         raise ValueError(f"max_tile_bytes must be positive, got {options['max_tile_bytes']}")
     if not check_number("occupancy_threshold", options.get("occupancy_threshold", 0.0)) >= 0:
         raise ValueError(f"occupancy_threshold must be at least 0, got {options['occupancy_threshold']}")
+    if not 0 <= check_number("tolerance", options.get("tolerance", 0.0)) <= 1:
+        raise ValueError(f"tolerance must be in [0, 1], got {options['tolerance']}")
     return dict(options)
