@@ -150,6 +150,21 @@ def test_strided_inputs(kernel, device):
     assert all(same_bits(grad, second.grads[name]) for name, grad in first.grads.items())
 
 
+@pytest.mark.parametrize("tolerance", [0.0, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_at_any_address(kernel, device, dtype, tolerance):
+    """Of as many columns as a tile, so that nothing is copied for its padding."""
+    problem = make_lattice("peaked", V=60, durations=(0, 1, 2, 3), dtype=dtype, device=device, **RAGGED)
+
+    def moved(x):
+        return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
+
+    shifted = problem.replace(weight=moved(problem.weight), bias=moved(problem.bias))
+    first, second = (fused(kernel, p, tolerance=tolerance) for p in (shifted, problem))
+    assert same_bits(first.loss, second.loss)
+    assert all(same_bits(grad, second.grads[name]) for name, grad in first.grads.items())
+
+
 def test_autocast(kernel, device):
     single = make_lattice("peaked", dtype=torch.float32, device=device, **RAGGED)
     with torch.autocast(device, dtype=torch.bfloat16):
