@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, log10, nan, sqrt
 
+import fuzz_fused
 import test_fused
 import torch
 from conftest import TOLERANCE, Batch, assert_close, assert_log_probs_match, grad_limit, loss_limit, same_bits
@@ -610,6 +611,7 @@ def check_fused(kernel, draw: Draw, function: str, device: str) -> str:
             [1 if problem.nodes < 200 else 1 << 14, problem.tile_bytes * draw.randint(8, 60), 1 << 20]
         ),
         "zero_infinity": draw.maybe(0.2),
+        "tolerance": 0.0,  # fuzz_fused.py draws others
     }
     changes = [draw_layout(draw, dims, False) for dims in (3, 3, 2, 1)]
     laid_out = problem.replace(
@@ -637,6 +639,10 @@ def check_fused(kernel, draw: Draw, function: str, device: str) -> str:
                 kernel, dropout, drawn, B=B, T=T, U1=U + 1, H=H, dtype=torch.float64, device=device
             ).cpu()
         compare_fused(kernel, problem, outcome, upstream, factors, extra)
+        del extra["tolerance"]
+        upstream = upstream.to(device, _sum_dtype(dtype))
+        call = {"dropout": dropout, "factors": factors, "seed": seed, **extra}
+        text += f" {fuzz_fused.check_tolerance(kernel, draw, problem, upstream, **call)}"
     except Exception as error:
         raise AssertionError(f"{type(error).__name__}: {error}\n{text}") from error
     return text

@@ -380,7 +380,7 @@ def draw(kernel, dropout, seed, B=2, T=10, U1=5, H=64, dtype=torch.float32, devi
     ones, zeros = torch.ones(B, T, H, dtype=dtype, device=device), torch.zeros(B, U1, H, dtype=dtype, device=device)
     nodes = torch.arange(B * T * U1, dtype=torch.int32, device=device)
     hidden = torch.empty(len(nodes), H, dtype=dtype, device=device)
-    kernel.loss.ops.joint_hidden_(hidden, ones, zeros, nodes, 0, dropout, seed)
+    kernel.loss.ops.joint_hidden_(hidden, ones, zeros, nodes, 0, dropout, seed, 0)
     return hidden.view(B, T, U1, H)
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "fused",
     "inputs_of",
     "make_lattice",
+    "peaked",
     "trained_lattice",
 ]
 
@@ -53,6 +54,13 @@ def _spoken(problem, generator, strength, emissions=1):
                 encoder[b, (u + k * (T // 2)) * T // max(U, 1) % T] = codes[problem.targets[b, u]]
     encoder += 0.1 * torch.randn(encoder.shape, generator=generator, dtype=torch.float64)
     return problem.replace(encoder=encoder, decoder=0.3 * problem.decoder, weight=codes * strength)
+
+
+def peaked(problem, seed, strength=1.0):
+    """A problem of the same sizes, with logits like those of a trained model."""
+    single = problem.to(torch.float64).to("cpu")
+    spoken = _spoken(single, torch.Generator().manual_seed(seed), strength)
+    return spoken.to(problem.encoder.dtype).to(problem.encoder.device)
 
 
 def _peaked(problem, generator):
