@@ -154,7 +154,7 @@ def every_row_live(kernel, case: Case) -> Iterator[None]:
 
 def verify(kernel, case: Case, function: Callable) -> None:
     """Compare loss and gradients of a crop to float64; raise where they differ by more than bfloat16 logits explain."""
-    import oracle
+    from support import oracle
 
     crop = Case(case.name, 3, min(case.T, 30), min(case.U, 20), case.V, case.D, ragged=True)
     labels = crop.labels()

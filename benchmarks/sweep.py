@@ -247,7 +247,7 @@ def importable(package: str) -> bool:
 @cache  # one verification for a function and its CUDA graph
 def verify(kernel, case: Case, call: Callable, layout: Layout, omega: float) -> None:
     """Compare loss and gradient of a crop, with this vocabulary and dtype, to the float64 oracle; raise where they differ."""
-    import oracle
+    from support import oracle
 
     crop = replace(case, B=2, T=min(case.T, 40), U=min(case.U, 36), ragged=True)
     logits, *rest = crop.batch(seed=7)

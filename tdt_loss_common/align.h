@@ -1,5 +1,5 @@
 // The best alignment of one sample (Viterbi): eq. 5 with max in place of logsumexp, then a walk along the maxima
-// (equations: tdt_loss_cuda/lattice.cu).
+// (equations.h).
 //
 //   best(t,u) = max over the arcs out of (t,u) of weight + best(target); best(exit) = 0
 //
@@ -13,7 +13,10 @@
 namespace tdt {
 
 template <typename Acc>
-struct AlignOutput {
+struct AlignTask {
+  Batch batch;
+  Arcs arcs;
+  const Acc* node_lp;  // (B, T, U1, record_size(D))
   int64_t* frames;     // (B, U) the frame of each label, -1 beyond the labels of a sample
   int64_t* durations;  // (B, U) its duration in frames, likewise
   int64_t U;           // columns of the two, at least max_U1 - 1
@@ -40,8 +43,8 @@ struct BestArc {
 };
 
 struct BestStep {
-  double best;  // -inf: no way from here to the exit
-  uint8_t arc;  // means something where best is finite
+  double best;  // -inf: the exit cannot be reached from here
+  uint8_t arc;  // defined where best is finite
   bool nan;     // the node's record holds a NaN
 };
 
@@ -53,28 +56,29 @@ TDT_HD int64_t lattice_index(const Extent& extent, int t, int u) {
 // The best step out of (t, u), from the node's record and the `best` of all nodes with larger t + u.
 template <typename Acc>
 TDT_HD BestStep best_step(const Arcs& arcs, const Extent& extent, int t, int u, const Acc* record, const double* best) {
-  const bool labels_left = u < extent.U;
-  const int frames_left = extent.T - t;
-  const double blank_lp = record[kBlankLp], label_lp = labels_left ? static_cast<double>(record[kLabelLp]) : -INFINITY;
+  const int frames_left = extent.T - t, labels_left = extent.U - u;
+  const double blank_lp = record[kBlankLp],
+               label_lp = labels_left > 0 ? static_cast<double>(record[kLabelLp]) : -INFINITY;
   bool nan = blank_lp != blank_lp || label_lp != label_lp;
   BestArc blank, label;
   for (int i = 0; i < arcs.n; ++i) {
     const int d = arcs.d[i];
     const double dur_lp = arcs.dur_lp(record, i);
     nan = nan || dur_lp != dur_lp;
-    if (d < frames_left) {
+    const Departures out = arcs.departures(i, frames_left, labels_left);
+    if (out.lands) {
       const double* target = best + lattice_index(extent, t + d, u);
-      if (arcs.has_blank(i)) blank.offer(blank_lp + dur_lp + target[0], i, d);
-      if (arcs.has_label(i) && labels_left) label.offer(label_lp + dur_lp + target[1], i, d);
-    } else if (d == frames_left && !labels_left) {
-      blank.offer(blank_lp + dur_lp, i, d);  // the exit; d > 0, as frames_left is
+      if (out.blank) blank.offer(blank_lp + dur_lp + target[0], i, d);
+      if (out.label) label.offer(label_lp + dur_lp + target[1], i, d);
+    } else if (out.blank) {
+      blank.offer(blank_lp + dur_lp, i, d);  // to the exit
     }
   }
   const bool is_label = label.score >= blank.score;
   return {is_label ? label.score : blank.score, static_cast<uint8_t>(is_label ? label.i | kLabelArc : blank.i), nan};
 }
 
-// Follows the best arcs of a sample that has an alignment from (0, 0) to the exit, and notes every label on the way.
+// Follows the best arcs of a sample that has an alignment from (0, 0) to the exit, and records every label on the way.
 TDT_HD void trace(const Arcs& arcs, const Extent& extent, const uint8_t* best_arcs, int64_t* frames,
                   int64_t* durations) {
   int t = 0, u = 0;

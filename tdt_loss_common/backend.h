@@ -1,19 +1,22 @@
-// What a backend provides: the stages of the loss on plain structs. The ops of torch-ext/torch_binding.h check their
+// What a backend provides: the stages of the loss on plain structs. The ops of torch-ext/*_ops.h check their
 // arguments, allocate, and call these; tdt_loss_cpu and tdt_loss_cuda implement them under the same names.
 #pragma once
 
+#include <algorithm>
+#include <limits>
+
 #include "align.h"
-#include "checks.h"
 #include "joint.h"
 #include "reduction.h"
+#include "tensors.h"
 
 namespace tdt {
 
-// What turns logits into token log-probabilities, beside the softmax.
+// What turns logits into token log-probabilities, beside the softmax: the options of eq. 1 and 2.
 struct Emission {
   int blank;
   double sigma;
-  double delay_penalty;  // added to eq. 2: delay_penalty * ((T - 1) / 2 - t)
+  double delay_penalty;  // eq. 10
 };
 
 // Where eq. 1-3 go.
@@ -54,9 +57,9 @@ struct Shaping {
   int lattices;
   Arcs arcs[kMaxLattices];
   bool counts[kMaxLattices];      // whether its weight is not 0
-  Acc blank_share[kMaxLattices];  // weight of the lattice in the mixture
-  Acc label_share[kMaxLattices];  // that times 1 + fastemit_lambda
-  Acc clamp;                      // of each sample's own gradient, before the upstream gradient multiplies; 0: none
+  Acc blank_share[kMaxLattices];  // of a blank arc in the sums, eq. 11: the weight of its lattice
+  Acc label_share[kMaxLattices];  // of a label arc: that times 1 + fastemit_lambda, eq. 12
+  Acc clamp;                      // eq. 13; 0: none
 
   static Shaping of(int blank, const Arcs& arcs, const Mixture& mixture, double fastemit_lambda, double clamp) {
     Shaping s{blank, mixture.n, {arcs, rnnt_arcs()}, {}, {}, {}, static_cast<Acc>(0)};
@@ -70,7 +73,7 @@ struct Shaping {
     return s;
   }
 
-  // The bound of every entry when `scale` multiplies.
+  // eq. 13: the bound of every entry once the upstream gradient, `scale`, has multiplied.
   TDT_HD Acc limit(Acc scale) const {
     return clamp > 0 ? clamp * (scale < 0 ? -scale : scale) : static_cast<Acc>(INFINITY);
   }
@@ -113,44 +116,74 @@ struct RowTable;
 
 enum class Device { kCpu, kCuda };
 
+// What a stage reads, where it writes, and what it is told, as one value. S: the dtype of logits.
+template <typename S>
+struct LogProbsTask {
+  Batch batch;
+  NodeList list;
+  LogitRows<S> logits;
+  NodeRecords<accumulate_t<S>> out;
+  Emission emission;
+};
+
+template <typename S>
+struct GradientTask {
+  Batch batch;
+  NodeList list;
+  LogitRows<S> logits, grad;  // these may be the same
+  Saved<accumulate_t<S>> saved;
+  Upstream<accumulate_t<S>> upstream;
+  Shaping<accumulate_t<S>> shaping;
+};
+
+template <typename Acc>
+struct OccupancyTask {
+  Batch batch;
+  Arcs arcs;
+  Saved<Acc> saved;
+  Acc *blank, *label;  // (B, T, U1, arcs.n), for RNN-T (B, T, U1)
+};
+
+template <typename Acc>
+struct NodeOccupancyTask {
+  Batch batch;
+  Saved<Acc> saved;
+  Shaping<Acc> shaping;
+  Acc* G;  // (B, T, U1)
+};
+
 // `like` names the device, and allocates what a stage needs for itself.
 template <Device device>
 struct Backend {
-  // eq. 1-3
+  // eq. 1-3 of the listed nodes
   template <typename S>
-  static void log_probs(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                        const NodeRecords<accumulate_t<S>>& out, const Emission& emission);
-  // eq. 4-5, of one or two lattices; the first has the given arcs, the second is RNN-T's
+  static void log_probs(const Tensor& like, const LogProbsTask<S>& task);
+  // eq. 4 and 5, of one or two lattices; the first has the given arcs, the second is RNN-T's
   template <typename Acc>
   static void lattice(const Tensor& like, const Batch& batch, const Arcs& arcs, int lattices, const Acc* node_lp,
                       const LatticeOutput& out);
-  // eq. 6 and the reduction
+  // eq. 6, 11 and the reduction
   template <typename Acc>
   static void reduce(const Tensor& like, const Reducing& problem, const Reduced<Acc>& out);
-  // eq. 7-9 of the listed nodes; grad may be the logits themselves
+  // eq. 7-9 and 11-13 of the listed nodes
   template <typename S>
-  static void gradient(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                       const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
-                       const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping);
-  // eq. 7 of every arc: blank and label (B, T, U1, arcs.n), for RNN-T (B, T, U1)
+  static void gradient(const Tensor& like, const GradientTask<S>& task);
+  // eq. 7 of every arc
   template <typename Acc>
-  static void occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,
-                        Acc* label);
+  static void occupancy(const Tensor& like, const OccupancyTask<Acc>& task);
+  // G, the sum of a node's occupancies
+  template <typename Acc>
+  static void node_occupancy(const Tensor& like, const NodeOccupancyTask<Acc>& task);
   // the best alignment
   template <typename Acc>
-  static void align(const Tensor& like, const Batch& batch, const Arcs& arcs, const Acc* node_lp,
-                    const AlignOutput<Acc>& out);
-  // The hidden layer of a joint network at the nodes of a tile
+  static void align(const Tensor& like, const AlignTask<Acc>& task);
+  // the hidden layer of a joint network at the nodes of a tile
   template <typename S>
   static void joint_hidden(const Tensor& like, const Joint<S>& joint, int64_t rows, const int32_t* nodes, S* hidden);
   // and its gradient, added to that of encoder and decoder
   template <typename S>
   static void joint_hidden_backward(const Tensor& like, const Joint<S>& joint,
                                     const HiddenGradient<S, accumulate_t<S>>& gradient);
-  // G (B, T, U1), the sum of a node's occupancies
-  template <typename Acc>
-  static void node_occupancy(const Tensor& like, const Batch& batch, const Saved<Acc>& saved,
-                             const Shaping<Acc>& shaping, Acc* G);
   // eq. 1-3 of a tile, and eq. 7-9
   template <typename Acc>
   static void tile_log_probs(const Tensor& like, const TileLogProbs<Acc>& task);

@@ -37,8 +37,8 @@ struct BoundLayout {
 };
 
 // What rows of the batch, the pilots, say about its tokens: which are frequent, and for the others, token k in group
-// k % groups, a distribution in each group. Any choice gives bounds; that of the groups hardly matters, that of the frequent
-// tokens and the mean probabilities as distributions make the bounds tight.
+// k % groups, a distribution in each group. Any choice gives bounds; that of the groups hardly matters, that of the
+// frequent tokens and the mean probabilities as distributions make the bounds tight.
 template <typename S, typename Acc>
 struct Pilots {
   int n, V, D, H, blank, frequent, groups;
@@ -52,7 +52,7 @@ struct Pilots {
   int32_t* chosen;    // (frequent,): the frequent tokens, ascending
   Acc* group_weight;  // (groups, H): sum of share * weight
   Acc* group_sums;    // (3, groups): sums of share, share * log(share), share * bias
-  Acc* rounding;      // (H + 1,): weights and bias of a column that is at least the sum of the absolute terms of any other
+  Acc* rounding;  // (H + 1,): weights and bias of a column that is at least the sum of the absolute terms of any other
 };
 
 // A probability below it counts as none: its logarithm times itself would be lost in the group's.
@@ -61,18 +61,15 @@ constexpr double kUnseen = 1.0e-30;
 // The bound of |x| rounded to 16 bits must not become smaller.
 constexpr double kRoundedUp = 1.0 + 1.0 / 128;
 
-// The column `rounding` from the largest |weight| of each hidden unit and the largest |bias|. What is not negative
-// multiplies a relu's units as it is; of tanh each is at most 1, before dropout has scaled it. -inf is a masked token's.
+// The column `rounding` from the largest |weight| of a hidden unit: what is not negative multiplies a relu's unit as it
+// is; of tanh a unit is at most 1, before dropout has scaled it, and the weight goes to the bias.
 template <typename S, typename Acc>
-TDT_HD void write_rounding(const Pilots<S, Acc>& p, const Acc* largest, Acc largest_bias) {
-  const bool relu = p.activation == Activation::kRelu;
-  Acc bias = largest_bias < static_cast<Acc>(INFINITY) ? largest_bias : Acc(0);
-  for (int h = 0; h < p.H; ++h) {
-    const Acc here = largest[h] * static_cast<Acc>(kRoundedUp);
-    p.rounding[h] = relu ? here : Acc(0);
-    if (!relu) bias += here * static_cast<Acc>(p.dropout_scale);
-  }
-  p.rounding[p.H] = bias;
+TDT_HD Acc rounding_weight(const Pilots<S, Acc>& p, Acc largest) {
+  return p.activation == Activation::kRelu ? largest * static_cast<Acc>(kRoundedUp) : Acc(0);
+}
+template <typename S, typename Acc>
+TDT_HD Acc rounding_bias(const Pilots<S, Acc>& p, Acc largest) {
+  return p.activation == Activation::kRelu ? Acc(0) : largest * static_cast<Acc>(kRoundedUp * p.dropout_scale);
 }
 
 // The head of the joint network narrowed for each sample: what its groups share, and where its own columns go. A token
@@ -91,8 +88,9 @@ struct BoundColumns {
   const Acc* rounding;      // (H + 1,)
   int out_columns;          // of the outputs: as many as in the layout, or more
   S* out_weight;            // (B, out_columns, H)
-  Acc* out_bias;            // (B, out_columns)
-  Acc* out_counted;         // (B, out_columns): 0 for a column that enters the log-sum-exp, else -inf
+  Acc* out_bias;            // (B, out_columns): -inf for the centroid of a group that cannot be used
+  Acc* out_counted;  // (B, out_columns): the same for blank, labels and frequent tokens that are not of before, else
+                     // -inf
 
   TDT_HD bool in_group(int k, int m) const { return k % layout.groups == m && share[k] > 0; }
 };
@@ -132,7 +130,7 @@ struct BoundRows {
   int stride;          // of the rows, of bias and of counted
   const Acc* rows;     // (list.n, stride)
   const Acc* bias;     // (B, stride)
-  const Acc* counted;  // (B, stride)
+  const Acc* counted;  // (B, stride): the bias of single tokens that enter the log-sum-exp, else -inf
   Emission emission;
   Acc rounding;  // relative error of a product, of the sum of absolute terms that the column `rounding` bounds
   Acc* node_lp;  // (B, T, U1, record_size(D))
@@ -233,7 +231,7 @@ struct Selection {
   const double* ll;  // (lattices, B), of upper bounds
   double tolerance;
   uint8_t* known;        // (B, T, U1) or null: nodes that are no candidates; those that are kept join them
-  int32_t* nodes;        // (B * T * U1,): the kept nodes in their order
+  int32_t* nodes;        // (B * T * U1,): the kept nodes in their order, then -1
   int32_t* row_of_node;  // (B, T, U1): their place in `nodes`, or -1
   int32_t* count;        // (1,)
   double* dropped;       // (B,): the mass of what is left out

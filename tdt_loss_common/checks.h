@@ -1,32 +1,19 @@
-// Argument checks of the ops and the way from tensors to the plain structs of problem.h: host code of both backends.
+// Argument checks of the ops, and with them the way from their arguments to the plain structs of problem.h.
 //
 // The Python API has raised ValueError or TypeError long before; these checks keep a direct call of an op from reading
 // out of bounds. Values on a device are never read here.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Exception.h>
-#include <torch/headeronly/util/Half.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <optional>
 #include <vector>
 
 #include "problem.h"
+#include "tensors.h"
 
 namespace tdt {
 
-using torch::headeronly::BFloat16;
-using torch::headeronly::Half;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using DurationList = std::vector<int64_t>;
 
 // The arcs of these durations; none: RNN-T.
@@ -41,6 +28,12 @@ inline Arcs arcs_of(const DurationList& durations) {
     out.d[i] = static_cast<int>(std::min<int64_t>(durations[i], std::numeric_limits<int>::max() / 2));
   }
   return out;
+}
+
+// How many lattices the loss mixes: TDT and RNN-T, or one.
+inline int lattices_of(const Arcs& arcs, double omega) {
+  STD_TORCH_CHECK(omega >= 0 && omega <= 1, "omega must be in [0, 1], got ", omega);
+  return omega > 0 && !arcs.rnnt ? 2 : 1;
 }
 
 inline IndexView index_view(const Tensor& t, int64_t dims, const char* name) {
@@ -69,16 +62,18 @@ inline Batch batch_of(const Tensor& logits, const Tensor& targets, const Tensor&
   for (const Tensor* t : {&targets, &logit_lengths, &target_lengths}) {
     STD_TORCH_CHECK(t->device() == logits.device(), "targets and lengths must be on the device of the logits");
   }
-  return {static_cast<int>(B),
-          static_cast<int>(logits.size(1)),
-          static_cast<int>(logits.size(2)),
+  const Grid grid(B, logits.size(1), logits.size(2));
+  return {{},
+          grid.B,
+          grid.max_T,
+          grid.max_U1,
           static_cast<int>(V),
           static_cast<int>(D),
           index_view(targets, 2, "targets"),
           index_view(logit_lengths, 1, "logit_lengths"),
           index_view(target_lengths, 1, "target_lengths"),
-          Divider::of(std::max<int>(1, static_cast<int>(logits.size(1)))),
-          Divider::of(std::max<int>(1, static_cast<int>(logits.size(2))))};
+          grid.by_max_T,
+          grid.by_max_U1};
 }
 
 // What sigma and delay_penalty add to an arc and to a path stays inside what the lattice can represent, -2.9e6 and
@@ -119,11 +114,6 @@ inline void check_logits(const Tensor& logits, const OptionalTensor& duration_lo
   STD_TORCH_CHECK(z.scalar_type() == logits.scalar_type() && z.device() == logits.device(),
                   "duration_logits must have the dtype and device of the logits");
   STD_TORCH_CHECK(z.stride(3) == 1 || D == 1, "duration_logits must be contiguous in their last dimension");
-}
-
-// Log-probabilities are float32, and float64 for float64 logits.
-inline ScalarType accumulate_type(ScalarType logits) {
-  return logits == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
 inline void check_node_lp(const Tensor& node_lp, int64_t D) {
@@ -188,58 +178,5 @@ inline NodeList check_tile(const Tensor& tile, const Tensor& nodes, const Tensor
   check_nodes(nodes, node_lp.size(0) * node_lp.size(1) * node_lp.size(2));
   return {tile.size(0), static_cast<const int32_t*>(nodes.const_data_ptr())};
 }
-
-inline Tensor empty_on(const Tensor& like, std::vector<int64_t> size, ScalarType type) {
-  return torch::stable::new_empty(like, size, type);
-}
-inline Tensor zeros_on(const Tensor& like, std::vector<int64_t> size, ScalarType type) {
-  return torch::stable::new_zeros(like, size, type);
-}
-
-template <typename S>
-Rows<S> rows_of(const Tensor& t, int64_t column = 0) {
-  S* data = static_cast<S*>(t.data_ptr()) + column;
-  if (t.dim() == 2) return {data, t.stride(0), 0, 0, 0};  // a tile
-  return {data, 0, t.stride(0), t.stride(1), t.stride(2)};
-}
-
-// Token and duration rows: two tensors, or the two column ranges of a joint one.
-template <typename S>
-struct LogitRows {
-  Rows<S> tokens, durations;
-};
-
-template <typename S>
-LogitRows<S> logit_rows(const Tensor& logits, const OptionalTensor& duration_logits, int64_t V) {
-  return {rows_of<S>(logits), duration_logits ? rows_of<S>(*duration_logits) : rows_of<S>(logits, V)};
-}
-
-// Calls f with a zero of the C++ type of the logits.
-template <typename F>
-void dispatch_logits(ScalarType type, F&& f) {
-  switch (type) {
-    case ScalarType::Float:
-      return f(float{});
-    case ScalarType::Double:
-      return f(double{});
-    case ScalarType::Half:
-      return f(Half{});
-    case ScalarType::BFloat16:
-      return f(BFloat16{});
-    default:
-      STD_TORCH_CHECK(false, "logits must be float32, float64, float16 or bfloat16");
-  }
-}
-
-template <typename S>
-struct AccumulateType {
-  using type = float;
-};
-template <>
-struct AccumulateType<double> {
-  using type = double;
-};
-template <typename S>
-using accumulate_t = typename AccumulateType<S>::type;
 
 }  // namespace tdt

@@ -57,15 +57,15 @@ struct Dropout {
 
 template <typename S>
 struct Joint {
-  Batch batch;  // its sizes; no labels, no lengths
-  int H;
   const S* encoder;  // (B, T, H)
   const S* decoder;  // (B, U1, H)
+  int H;
+  Grid grid;
   Activation activation;
   Dropout dropout;
 
-  TDT_HD int64_t encoder_row(const Node& at) const { return (static_cast<int64_t>(at.b) * batch.max_T + at.t) * H; }
-  TDT_HD int64_t decoder_row(const Node& at) const { return (static_cast<int64_t>(at.b) * batch.max_U1 + at.u) * H; }
+  TDT_HD int64_t encoder_row(const Node& at) const { return (static_cast<int64_t>(at.b) * grid.max_T + at.t) * H; }
+  TDT_HD int64_t decoder_row(const Node& at) const { return (static_cast<int64_t>(at.b) * grid.max_U1 + at.u) * H; }
 
   // x = act(x); NaN stays NaN.
   template <typename Acc, int n>

@@ -1,4 +1,5 @@
-// The occupancy of the arcs that leave a node, eq. 7: the one piece of arithmetic between the lattice and the gradient.
+// The occupancy of the arcs that leave a node, eq. 7, and their sums: the one piece of arithmetic between the lattice
+// and the gradient (equations.h).
 #pragma once
 
 #include "backend.h"
@@ -33,15 +34,13 @@ struct OccupiedNode {
   // eq. 7 of arc pair i. Where an arc does not exist another address is read and the value dropped: without branches
   // the loads of several arcs are in flight together.
   TDT_HD ArcPair<Acc> arc(int i) const {
-    const bool lands = arcs.d[i] < frames_left, emits = labels_left > 0;
-    const bool exits = arcs.d[i] == frames_left && !emits;  // the final blank, beta = 1
-    const double* const to = beta + (lands ? static_cast<int64_t>(arcs.d[i]) * U1 : 0);
-    const double beta_blank = to[0], beta_label = to[emits ? 1 : 0];
+    const Departures out = arcs.departures(i, frames_left, labels_left);
+    const double* const to = beta + (out.lands ? static_cast<int64_t>(arcs.d[i]) * U1 : 0);
+    const double beta_blank = to[0], beta_label = to[labels_left > 0 ? 1 : 0];
     const double dur_lp = arcs.dur_lp(record, i);
-    const Acc blank = exp_of_sum(Acc(0), from + record[kBlankLp] + dur_lp + (lands ? beta_blank : 0.0));
+    const Acc blank = exp_of_sum(Acc(0), from + record[kBlankLp] + dur_lp + (out.lands ? beta_blank : 0.0));
     const Acc label = exp_of_sum(Acc(0), from + record[kLabelLp] + dur_lp + beta_label);
-    return {arcs.has_blank(i) && (lands || exits) ? blank : Acc(0),
-            arcs.has_label(i) && emits && lands ? label : Acc(0)};
+    return {out.blank ? blank : Acc(0), out.label ? label : Acc(0)};
   }
 };
 
@@ -61,8 +60,8 @@ TDT_HD OccupiedNode<Acc> occupied_node(const Batch& batch, const Extent& extent,
 
 // What the log-likelihoods of a sample's lattices say about its gradient.
 struct SampleState {
-  bool lives;  // every lattice that counts has an alignment, and the sample is well formed
-  bool nan;    // a logit was NaN or +inf
+  bool feasible;  // every lattice that counts has an alignment, and the sample is well formed
+  bool nan;       // a logit was NaN or +inf
 
   // ll (lattices, B)
   TDT_HD static SampleState of(const double* ll, int B, int b, int lattices, const bool* counts) {
@@ -70,15 +69,15 @@ struct SampleState {
     for (int l = 0; l < kMaxLattices; ++l) {  // a constant, so that nothing is unrolled that cannot run
       if (l >= lattices || !counts[l]) continue;
       const double here = ll[static_cast<int64_t>(l) * B + b];
-      state.lives = state.lives && here > -INFINITY && here < INFINITY;
+      state.feasible = state.feasible && here > -INFINITY && here < INFINITY;
       state.nan = state.nan || here != here;
     }
     return state;
   }
 };
 
-// The sums of a node over arcs and lattices; G_tdt: that of the first lattice alone. NaN at the valid nodes of a sample
-// with NaN.
+// The sums of a node over arcs and lattices, with the factors of eq. 11 and 12; G_tdt: that of the first lattice alone.
+// NaN at the valid nodes of a sample with NaN.
 template <typename Acc>
 TDT_HD NodeSums<Acc> node_sums(const Batch& batch, const Extent& extent, const Node& at, const Saved<Acc>& saved,
                                const Shaping<Acc>& shaping, Acc* G_tdt) {
@@ -86,7 +85,7 @@ TDT_HD NodeSums<Acc> node_sums(const Batch& batch, const Extent& extent, const N
   const bool valid = extent.has(at.t, at.u);
   NodeSums<Acc> G{0, 0};
   *G_tdt = 0;
-  if (!valid || !sample.lives) {  // padding, no alignment, or a malformed sample
+  if (!valid || !sample.feasible) {  // padding, no alignment, or a malformed sample
     if (valid && sample.nan) G.blank = *G_tdt = static_cast<Acc>(NAN);
     return G;
   }
@@ -103,8 +102,8 @@ TDT_HD NodeSums<Acc> node_sums(const Batch& batch, const Extent& extent, const N
   return G;
 }
 
-// eq. 9 of one duration, with its log-probability and its arcs of the first lattice, whose sum over all durations is
-// G_tdt.
+// eq. 9, with eq. 13, of one duration, with its log-probability and its arcs of the first lattice, whose sum over all
+// durations is G_tdt.
 template <typename Acc>
 TDT_HD Acc duration_entry(const Shaping<Acc>& shaping, Acc dur_lp, const ArcPair<Acc>& occ, Acc G_tdt, Acc scale) {
   if (G_tdt == 0) return 0;

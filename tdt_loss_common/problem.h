@@ -4,6 +4,7 @@
 // sample.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -12,8 +13,15 @@
 namespace tdt {
 
 constexpr int kMaxDurations = 64;
-// Columns of a row of logits, so that an int still counts them with what a loop adds to them.
+// The most columns that a row of logits may have: a loop over a row adds less than 2^16 to its index, which then still
+// fits an int.
 constexpr int kMostColumns = std::numeric_limits<int>::max() - (1 << 16);
+
+// What leaves a node by one pair of arcs. Both land where their frame t + d_i is inside the sample. A blank from the
+// last label position may also take the exit, where t + d_i = T.
+struct Departures {
+  bool lands, blank, label;
+};
 
 // The arcs that may leave a node: for each i a blank and a label arc of d_i frames. TDT has one such pair for each of
 // its durations; RNN-T a blank of one frame and a label of none, without duration log-probabilities. By value: no
@@ -25,6 +33,11 @@ struct Arcs {
 
   TDT_HD bool has_blank(int i) const { return d[i] > 0; }
   TDT_HD bool has_label(int i) const { return !rnnt || d[i] == 0; }
+  // frames_left: T - t; labels_left: U - u
+  TDT_HD Departures departures(int i, int frames_left, int labels_left) const {
+    const bool lands = d[i] < frames_left, emits = labels_left > 0, exits = d[i] == frames_left && !emits;
+    return {lands, has_blank(i) && (lands || exits), has_label(i) && emits && lands};
+  }
   // eq. 3 of arc pair i, from a node's record
   template <typename Acc>
   TDT_HD Acc dur_lp(const Acc* record, int i) const;
@@ -32,8 +45,8 @@ struct Arcs {
 
 inline Arcs rnnt_arcs() { return {2, true, {1, 0}}; }
 
-// The lattices over one set of log-probabilities whose losses are added with weights: one of weight 1, or with
-// 0 < omega TDT of weight 1 - omega and RNN-T of weight omega. A lattice of weight 0 does not count.
+// The lattices over one set of log-probabilities whose losses are added with weights: one of weight 1, or the two of
+// eq. 11 where 0 < omega. A lattice of weight 0 does not count.
 constexpr int kMaxLattices = 2;
 
 struct Mixture {
@@ -57,8 +70,8 @@ struct IndexView {
   }
 };
 
-// n / divisor for 0 <= n < 2^31 by a multiplication: a kernel that locates a row would else spend a tenth of its time
-// on it.
+// n / divisor for 0 <= n < 2^31 by a multiplication, which is what locates a row: with q = ceil(log2 divisor) and
+// factor = floor(2^32 (2^q - divisor) / divisor) + 1, n / divisor = (n factor / 2^32 + n) / 2^q.
 struct Divider {
   uint32_t divisor, factor, shift;
 
@@ -87,28 +100,51 @@ struct Extent {
   TDT_HD uint32_t nodes() const { return ok ? static_cast<uint32_t>(T) * (U + 1) : 0; }
 };
 
-struct Batch {
+// How the nodes of the tensors, padding among them, are counted: (b * max_T + t) * max_U1 + u. `Sizes` has B, max_T,
+// max_U1 and the dividers by the last two. This base has no members of its own: where the sizes stand among the
+// parameters of a kernel decides how they are loaded, and the kernels are tuned with the order that Batch has.
+template <class Sizes>
+struct NodeIndexing {
+  TDT_HD int64_t nodes() const { return static_cast<int64_t>(its().B) * its().max_T * its().max_U1; }
+  // A node index back to (b, t, u); there are fewer than 2^31 nodes.
+  TDT_HD Node node_at(int64_t node) const {
+    const uint32_t frame = its().by_max_U1.quotient(static_cast<uint32_t>(node)), b = its().by_max_T.quotient(frame);
+    return {static_cast<int>(b), static_cast<int>(frame - b * its().max_T),
+            static_cast<int>(node - static_cast<int64_t>(frame) * its().max_U1)};
+  }
+  // A node index from a list that nobody has checked, brought into the tensors.
+  TDT_HD int64_t bounded(int32_t node) const {
+    const uint32_t last = static_cast<uint32_t>(its().B) * its().max_T * its().max_U1 - 1;
+    const uint32_t given = static_cast<uint32_t>(node);
+    return given < last ? given : last;
+  }
+  TDT_HD int64_t node(int b, int t, int u) const {
+    return static_cast<int>((static_cast<uint32_t>(b) * its().max_T + t) * its().max_U1 + u);
+  }
+
+ private:
+  TDT_HD const Sizes& its() const { return static_cast<const Sizes&>(*this); }
+};
+
+// The nodes alone, for what needs neither labels nor lengths.
+struct Grid : NodeIndexing<Grid> {
+  int B, max_T, max_U1;
+  Divider by_max_T, by_max_U1;
+
+  Grid(int64_t B, int64_t max_T, int64_t max_U1)
+      : B(static_cast<int>(B)),
+        max_T(static_cast<int>(max_T)),
+        max_U1(static_cast<int>(max_U1)),
+        by_max_T(Divider::of(std::max(1, this->max_T))),
+        by_max_U1(Divider::of(std::max(1, this->max_U1))) {}
+};
+
+struct Batch : NodeIndexing<Batch> {
   int B, max_T, max_U1, V, D;
   IndexView targets;         // (B, >= max_U1 - 1)
   IndexView logit_lengths;   // (B,)
   IndexView target_lengths;  // (B,)
   Divider by_max_T, by_max_U1;
-
-  TDT_HD int64_t nodes() const { return static_cast<int64_t>(B) * max_T * max_U1; }
-  // A node index back to (b, t, u); there are fewer than 2^31 nodes.
-  TDT_HD Node node_at(int64_t node) const {
-    const uint32_t frame = by_max_U1.quotient(static_cast<uint32_t>(node)), b = by_max_T.quotient(frame);
-    return {static_cast<int>(b), static_cast<int>(frame - b * max_T),
-            static_cast<int>(node - static_cast<int64_t>(frame) * max_U1)};
-  }
-  // A node index from a list that nobody has checked, brought into the tensors.
-  TDT_HD int64_t bounded(int32_t node) const {
-    const uint32_t last = static_cast<uint32_t>(B) * max_T * max_U1 - 1, given = static_cast<uint32_t>(node);
-    return given < last ? given : last;
-  }
-  TDT_HD int64_t node(int b, int t, int u) const {
-    return static_cast<int>((static_cast<uint32_t>(b) * max_T + t) * max_U1 + u);
-  }
 
   TDT_HD Extent extent(int b) const {
     const int64_t T = logit_lengths.at(b), U = target_lengths.at(b);
@@ -122,7 +158,8 @@ struct Batch {
     return y >= 0 && y < V ? static_cast<int>(y) : -1;
   }
 
-  // Lengths inside the tensor and every label a token. On the GPU the threads of a block share the labels out instead.
+  // Whether the lengths are inside the tensors and every label is a token. On the GPU the threads of a block share the
+  // labels instead.
   bool well_formed(int b) const {
     const Extent e = extent(b);
     for (int u = 0; u < e.U; ++u) {
@@ -132,7 +169,7 @@ struct Batch {
   }
 };
 
-// The nodes whose rows are worked on: all of the batch in their order, or those of a tile, a list.
+// The nodes whose rows are processed: all of the batch in their order, or those of a tile, a list.
 struct NodeList {
   int64_t n;
   const int32_t* nodes;  // (n,), or null for all
@@ -157,6 +194,15 @@ struct Rows {
   }
 };
 
+// Where the columns of durations lie: behind the tokens of the same row, or in rows of their own.
+enum class Layout { kJoint, kApart };
+
+template <typename S>
+struct LogitRows {
+  Rows<S> tokens, durations;
+  Layout layout;
+};
+
 // One record per node: the sum of exp(x - max(x)) over its row of token logits, eq. 1, eq. 2, then eq. 3 for each
 // duration. Padded so that a record is a multiple of 16 bytes; for five durations in float32 it is one 32-byte sector,
 // which a lattice thread and a gradient row each read whole.
@@ -176,16 +222,5 @@ TDT_HD Acc Arcs::dur_lp(const Acc* record, int i) const {
 // has loss NaN and gradient 0. -inf says that there is no alignment (loss +inf, gradient 0), NaN that a logit was NaN
 // or +inf.
 constexpr double kMalformed = INFINITY;
-
-// eq. 6 of sample b, mixed; ll is (lattices, B). The marks of ll become what the user sees.
-TDT_HD double loss_of(const double* ll, int B, int b, const Mixture& mixture, bool zero_infinity) {
-  double loss = 0.0;
-  for (int l = 0; l < mixture.n; ++l) {
-    const double here = ll[static_cast<int64_t>(l) * B + b];
-    if (here == kMalformed) return NAN;
-    if (mixture.weight[l] != 0.0) loss += mixture.weight[l] * -here;
-  }
-  return loss == INFINITY && zero_infinity ? 0.0 : loss;
-}
 
 }  // namespace tdt

@@ -25,7 +25,7 @@ TDT_HD double reduction_weight(Reduction reduction, int B, const IndexView& targ
   }
 }
 
-// The stage between lattice and gradient: eq. 6 for each sample, and the reduction.
+// The stage between lattice and gradient: eq. 6 and 11 for each sample, and the reduction.
 struct Reducing {
   int B;
   IndexView target_lengths;  // (B,)
@@ -34,6 +34,16 @@ struct Reducing {
   bool zero_infinity;
   Reduction reduction;
 
+  // eq. 6 and 11 of sample b. The marks of ll become what the user sees.
+  TDT_HD double loss_of(int b) const {
+    double sum = 0.0;
+    for (int l = 0; l < mixture.n; ++l) {
+      const double here = ll[static_cast<int64_t>(l) * B + b];
+      if (here == kMalformed) return NAN;
+      if (mixture.weight[l] != 0.0) sum += mixture.weight[l] * -here;
+    }
+    return sum == INFINITY && zero_infinity ? 0.0 : sum;
+  }
   // What sample b adds to the sum of target lengths: of a malformed one, whose length may be any number, nothing, so
   // that the gradients of the others stay what they are without it.
   TDT_HD int64_t labels(int b) const { return ll[b] == kMalformed ? 0 : target_lengths.at(b); }

@@ -27,6 +27,9 @@ constexpr int kZeroExp = -(1 << 29);
 constexpr int kMinNodeExp = -(1 << 28);  // 1.9e8 nats
 constexpr double kMinLogWeight =
     -2.9e6;  // nats: the exponent fits 2^22, what the rounding trick of scaled_exp can hold
+// nats: what two factors of a weight may have each, so that the weight is a plain double within 2^kWeightRange.
+constexpr double kPlainLogWeight = 100.0;
+constexpr int kWeightRange = 300;
 constexpr double kLog2e = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 
@@ -80,6 +83,11 @@ TDT_HD Scaled sum_of(const Scaled (&term)[n]) {
   return {part[0] + part[1], e};
 }
 
+// m * 2^e of a number that a double holds with room to spare; a zero stays one.
+TDT_HD double times_pow2(double m, int e) {
+  return with_high_word(m, static_cast<int>(static_cast<uint32_t>(high_word(m)) + (static_cast<uint32_t>(e) << 20)));
+}
+
 // m into [1, 2), so that mantissas never drift out of a double's range; zeros get their canonical exponent.
 TDT_HD Scaled normalized(Scaled a) {
   constexpr int kFraction = (1 << 20) - 1, kNanField = 0x7ff;
@@ -104,20 +112,56 @@ TDT_HD float exp2_minus_one(float f) {
   return p * f;
 }
 
+// x in powers of two: the nearest integer, which the low bits of `rounded` hold too, and the rest.
+struct Log2 {
+  static constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low mantissa bits
+  float rounded, fraction;
+
+  TDT_HD explicit Log2(float x) {
+    constexpr float kLog2eF = static_cast<float>(kLog2e), kLog2eRest = static_cast<float>(kLog2e - kLog2eF);
+    rounded = fmaf(x, kLog2eF, kRounder);
+    fraction = fmaf(x, kLog2eRest, fmaf(x, kLog2eF, kRounder - rounded));
+  }
+  TDT_HD int integer() const { return static_cast<int>(rounded - kRounder); }
+  // Equal to it modulo 2^12, which is all that an exponent field takes, and without a conversion.
+  TDT_HD int low_bits() const {
+#ifdef __CUDA_ARCH__
+    return __float_as_int(rounded);
+#else
+    int bits;
+    std::memcpy(&bits, &rounded, sizeof bits);
+    return bits;
+#endif
+  }
+};
+
 // exp(x) of a log-probability x (natural logarithm). Below kMinLogWeight it counts as zero.
 TDT_HD Scaled scaled_exp(float x) {
-  constexpr float kLog2eF = static_cast<float>(kLog2e), kLog2eRest = static_cast<float>(kLog2e - kLog2eF);
-  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
   if (!(x >= static_cast<float>(kMinLogWeight))) return {x != x ? x : 0.0f, kZeroExp};
-  const float shifted = fmaf(x, kLog2eF, kRounder);
-  const float fraction = fmaf(x, kLog2eRest, fmaf(x, kLog2eF, kRounder - shifted));
-  return {1.0 + exp2_minus_one(fraction), static_cast<int>(shifted - kRounder)};
+  const Log2 log2(x);
+  return {1.0 + exp2_minus_one(log2.fraction), log2.integer()};
 }
 
 TDT_HD Scaled scaled_exp(double x) {
   if (!(x >= kMinLogWeight)) return {x != x ? x : 0.0, kZeroExp};
   const double whole = rint(x * kLog2e);
   return {exp2(fma(x, kLog2e, -whole)), static_cast<int>(whole)};
+}
+
+// The same number as a double, of an x that has_plain_exp. Without a branch, so that several are worked out abreast.
+template <typename Acc>
+TDT_HD bool has_plain_exp(Acc x) {
+  return (fabs(x) <= static_cast<Acc>(kPlainLogWeight)) | (x == -static_cast<Acc>(INFINITY));
+}
+TDT_HD double plain_exp(float x) {
+  const bool zero = x == -INFINITY;
+  const Log2 log2(zero ? 0.0f : x);
+  const double exp = times_pow2(1.0 + exp2_minus_one(log2.fraction), log2.low_bits());
+  return zero ? 0.0 : exp;
+}
+TDT_HD double plain_exp(double x) {
+  const Scaled exp = scaled_exp(x);
+  return exp.m * pow2_or_zero(exp.e);
 }
 
 // Natural logarithm at full double precision: for the few values per sample that leave the lattice.

@@ -28,7 +28,7 @@ struct TileLogProbs {
 // eq. 7-9 of a tile's nodes, and the sums of each kRows rows, which are what the bias has for a gradient.
 template <typename S, typename Acc>
 struct TileGradient {
-  static constexpr int kRows = 64;
+  static constexpr int kRows = 32;
   Tile<Acc> tile;
   Saved<Acc> saved;
   Upstream<Acc> upstream;

@@ -1,4 +1,4 @@
-// The best alignment on the CPU (equations: tdt_loss_common/align.h).
+// The best alignment on the CPU (align.h).
 //
 // The twin of tdt_loss_cuda/align.cu. A task is one sample; its nodes are visited from the last frame to the first and,
 // in a frame, from the last label to the first, since an arc of duration 0 leads to (t, u + 1).
@@ -13,8 +13,8 @@ namespace {
 
 // Writes frames and durations (U,) of sample b, -1 before, and returns its score.
 template <typename Acc>
-double align_sample(const Batch& batch, const Arcs& arcs, const Acc* node_lp, int b, int64_t* frames,
-                    int64_t* durations) {
+double align_sample(const AlignTask<Acc>& task, int b, int64_t* frames, int64_t* durations) {
+  const Batch& batch = task.batch;
   const Extent extent = batch.extent(b);
   if (!batch.well_formed(b)) return NAN;
   if (extent.T == 0) return -INFINITY;
@@ -24,15 +24,15 @@ double align_sample(const Batch& batch, const Arcs& arcs, const Acc* node_lp, in
   bool nan = false;
   for (int t = extent.T - 1; t >= 0; --t) {
     for (int u = extent.U; u >= 0; --u) {
-      const Acc* record = node_lp + batch.node(b, t, u) * record_size(batch.D);
-      const BestStep step = best_step(arcs, extent, t, u, record, best.data());
+      const Acc* record = task.node_lp + batch.node(b, t, u) * record_size(batch.D);
+      const BestStep step = best_step(task.arcs, extent, t, u, record, best.data());
       best[lattice_index(extent, t, u)] = step.best;
       best_arcs[lattice_index(extent, t, u)] = step.arc;
       nan = nan || step.nan;
     }
   }
   if (nan) return NAN;
-  if (best[0] > -INFINITY) trace(arcs, extent, best_arcs.data(), frames, durations);
+  if (best[0] > -INFINITY) trace(task.arcs, extent, best_arcs.data(), frames, durations);
   return best[0];
 }
 
@@ -40,18 +40,18 @@ double align_sample(const Batch& batch, const Arcs& arcs, const Acc* node_lp, in
 
 template <>
 template <typename Acc>
-void Cpu::align(const Tensor&, const Batch& batch, const Arcs& arcs, const Acc* node_lp, const AlignOutput<Acc>& out) {
-  torch::stable::parallel_for(0, batch.B, 1, [&](int64_t begin, int64_t end) {
+void Cpu::align(const Tensor&, const AlignTask<Acc>& task) {
+  torch::stable::parallel_for(0, task.batch.B, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      int64_t *frames = out.frames + b * out.U, *durations = out.durations + b * out.U;
-      std::fill(frames, frames + out.U, -1);
-      std::fill(durations, durations + out.U, -1);
-      out.score[b] = static_cast<Acc>(align_sample(batch, arcs, node_lp, static_cast<int>(b), frames, durations));
+      int64_t *frames = task.frames + b * task.U, *durations = task.durations + b * task.U;
+      std::fill(frames, frames + task.U, -1);
+      std::fill(durations, durations + task.U, -1);
+      task.score[b] = static_cast<Acc>(align_sample(task, static_cast<int>(b), frames, durations));
     }
   });
 }
 
-template void Cpu::align<float>(const Tensor&, const Batch&, const Arcs&, const float*, const AlignOutput<float>&);
-template void Cpu::align<double>(const Tensor&, const Batch&, const Arcs&, const double*, const AlignOutput<double>&);
+#define TDT_INSTANTIATE(Acc, _) template void Cpu::align(const Tensor&, const AlignTask<Acc>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

@@ -47,7 +47,12 @@ void Cpu::pilots(const Tensor&, const Pilots<S, accumulate_t<S>>& p) {
     p.group_sums[p.groups + m] += q * std::log(q);
     p.group_sums[2 * p.groups + m] += q * p.bias[k];
   }
-  write_rounding(p, largest.data(), largest_bias);
+  Acc bias = largest_bias < INFINITY ? largest_bias : Acc(0);  // a bias of -inf masks a token
+  for (int h = 0; h < p.H; ++h) {
+    p.rounding[h] = rounding_weight(p, largest[h]);
+    bias += rounding_bias(p, largest[h]);
+  }
+  p.rounding[p.H] = bias;
 }
 
 template <>
@@ -71,7 +76,7 @@ void Cpu::bound_columns(const Tensor&, const BoundColumns<S, accumulate_t<S>>& p
         std::copy(p.weight + static_cast<int64_t>(k) * p.H, p.weight + static_cast<int64_t>(k + 1) * p.H,
                   weight + static_cast<int64_t>(column) * p.H);
         bias[column] = bias_of(k);
-        counted[column] = counts ? Acc(0) : -static_cast<Acc>(INFINITY);
+        counted[column] = counts ? bias[column] : -static_cast<Acc>(INFINITY);
       };
 
       labels.clear();
@@ -100,6 +105,7 @@ void Cpu::bound_columns(const Tensor&, const BoundColumns<S, accumulate_t<S>>& p
             row[h] -= p.share[y] * static_cast<Acc>(p.weight[static_cast<int64_t>(y) * p.H + h]);
           }
         }
+        bias[layout.centroid(m)] = -static_cast<Acc>(INFINITY);
         if (!sums.usable(whole)) continue;
         S* centroid = weight + static_cast<int64_t>(layout.centroid(m)) * p.H;
         S* residual = weight + static_cast<int64_t>(layout.residual(m)) * p.H;
@@ -109,7 +115,6 @@ void Cpu::bound_columns(const Tensor&, const BoundColumns<S, accumulate_t<S>>& p
           if (layout.split) residual[h] = static_cast<S>(value - static_cast<Acc>(centroid[h]));
         }
         bias[layout.centroid(m)] = sums.bias();
-        counted[layout.centroid(m)] = 0;
       }
       for (int h = 0; h < p.H; ++h) {
         weight[static_cast<int64_t>(layout.rounding()) * p.H + h] = static_cast<S>(p.rounding[h]);
@@ -138,10 +143,10 @@ void Cpu::bound_rows(const Tensor&, const BoundRows<Acc>& p) {
       const Acc* counted = p.counted + static_cast<int64_t>(at.b) * p.stride;
       const Acc blank = row[0] + bias[0];
       const Acc label = row[layout.label(at.u)] + bias[layout.label(at.u)];
-      for (int c = 0; c < layout.summed(); ++c) {
-        const int m = c - layout.centroid(0);
-        const Acc rest = layout.split && m >= 0 ? row[layout.residual(m)] : Acc(0);
-        x[c] = row[c] + bias[c] + rest + counted[c];
+      for (int c = 0; c < layout.centroid(0); ++c) x[c] = row[c] + counted[c];
+      for (int m = 0; m < layout.groups; ++m) {
+        const int c = layout.centroid(m);
+        x[c] = row[c] + (layout.split ? row[layout.residual(m)] : Acc(0)) + bias[c];
       }
       const Row<Acc> tokens(x.data(), layout.summed());
       const Acc margin = p.rounding * (row[layout.rounding()] + bias[layout.rounding()]);
@@ -191,6 +196,7 @@ void Cpu::select(const Tensor&, const Selection<Acc>& p) {
       if (p.known) p.known[node] = 1;
     }
   }
+  std::fill(p.nodes + count, p.nodes + p.batch.nodes(), -1);
   *p.count = count;
 }
 
@@ -201,18 +207,14 @@ void Cpu::list_rows(const Tensor&, const RowTable& table, int64_t n, int32_t* no
   });
 }
 
-#define TDT_INSTANTIATE(S)                                                        \
+#define TDT_INSTANTIATE(S, _)                                                     \
   template void Cpu::pilots<S>(const Tensor&, const Pilots<S, accumulate_t<S>>&); \
   template void Cpu::bound_columns<S>(const Tensor&, const BoundColumns<S, accumulate_t<S>>&);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
-template void Cpu::bound_rows<float>(const Tensor&, const BoundRows<float>&);
-template void Cpu::bound_rows<double>(const Tensor&, const BoundRows<double>&);
-template void Cpu::posterior<float>(const Tensor&, const Posterior<float>&);
-template void Cpu::posterior<double>(const Tensor&, const Posterior<double>&);
-template void Cpu::select<float>(const Tensor&, const Selection<float>&);
-template void Cpu::select<double>(const Tensor&, const Selection<double>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
+#define TDT_INSTANTIATE_ACCUMULATE(S, _)                                \
+  template void Cpu::bound_rows<S>(const Tensor&, const BoundRows<S>&); \
+  template void Cpu::posterior<S>(const Tensor&, const Posterior<S>&);  \
+  template void Cpu::select<S>(const Tensor&, const Selection<S>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE_ACCUMULATE)
 
 }  // namespace tdt

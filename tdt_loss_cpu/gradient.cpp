@@ -1,4 +1,4 @@
-// The gradient of the logits on the CPU, eq. 7-9 (equations: tdt_loss_cuda/lattice.cu).
+// The gradient of the logits on the CPU, eq. 7-9 and 11-13 (equations.h).
 //
 // The twin of tdt_loss_cuda/gradient.cu. Nodes are shared out over torch's threads; a row is read once, where it has
 // occupancy, and nothing is kept per (t, u, v) but the gradient. Sums are float32 (float64 for float64 logits).
@@ -13,11 +13,10 @@ using namespace cpu;
 
 template <>
 template <typename S>
-void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                   const LogitRows<S>& grad, const Saved<accumulate_t<S>>& saved,
-                   const Upstream<accumulate_t<S>>& upstream, const Shaping<accumulate_t<S>>& shaping) {
+void Cpu::gradient(const Tensor&, const GradientTask<S>& task) {
   using Acc = accumulate_t<S>;
-  torch::stable::parallel_for(0, list.n, kGrain, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, task.list.n, kGrain, [&](int64_t begin, int64_t end) {
+    const auto& [batch, list, logits, grad, saved, upstream, shaping] = task;
     std::vector<Acc> buffer;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t node = list.at(batch, row);
@@ -51,13 +50,7 @@ void Cpu::gradient(const Tensor&, const Batch& batch, const NodeList& list, cons
   });
 }
 
-#define TDT_INSTANTIATE(S)                                                                                             \
-  template void Cpu::gradient<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&,                    \
-                                 const LogitRows<S>&, const Saved<accumulate_t<S>>&, const Upstream<accumulate_t<S>>&, \
-                                 const Shaping<accumulate_t<S>>&);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
+#define TDT_INSTANTIATE(S, _) template void Cpu::gradient(const Tensor&, const GradientTask<S>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

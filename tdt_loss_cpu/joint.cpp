@@ -30,7 +30,7 @@ void Cpu::joint_hidden(const Tensor&, const Joint<S>& joint, int64_t rows, const
   using Acc = accumulate_t<S>;
   torch::stable::parallel_for(0, rows, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const Node at = joint.batch.node_at(nodes[row]);
+      const Node at = joint.grid.node_at(nodes[row]);
       const S* f = joint.encoder + joint.encoder_row(at);
       const S* g = joint.decoder + joint.decoder_row(at);
       S* out = hidden + row * joint.H;
@@ -49,7 +49,7 @@ void Cpu::joint_hidden_backward(const Tensor&, const Joint<S>& joint, const Hidd
   using Acc = accumulate_t<S>;
   torch::stable::parallel_for(0, (joint.H + 3) / 4, kGroupGrain, [&](int64_t begin, int64_t end) {
     for (int64_t row = 0; row < p.rows; ++row) {
-      const Node at = joint.batch.node_at(p.nodes[row]);
+      const Node at = joint.grid.node_at(p.nodes[row]);
       const int64_t in_encoder = joint.encoder_row(at), in_decoder = joint.decoder_row(at);
       const S* d_hidden = p.d_hidden + row * joint.H;
       const int last = static_cast<int>(std::min<int64_t>(4 * end, joint.H));
@@ -65,13 +65,9 @@ void Cpu::joint_hidden_backward(const Tensor&, const Joint<S>& joint, const Hidd
   });
 }
 
-#define TDT_INSTANTIATE(S)                                                                         \
-  template void Cpu::joint_hidden<S>(const Tensor&, const Joint<S>&, int64_t, const int32_t*, S*); \
-  template void Cpu::joint_hidden_backward<S>(const Tensor&, const Joint<S>&,                      \
-                                              const HiddenGradient<S, accumulate_t<S>>&);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
+#define TDT_INSTANTIATE(S, _)                                                                   \
+  template void Cpu::joint_hidden(const Tensor&, const Joint<S>&, int64_t, const int32_t*, S*); \
+  template void Cpu::joint_hidden_backward(const Tensor&, const Joint<S>&, const HiddenGradient<S, accumulate_t<S>>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

@@ -1,4 +1,4 @@
-// The lattice on the CPU: alpha, beta and the log-likelihood, eq. 4-6 (equations: tdt_loss_cuda/lattice.cu).
+// The lattice on the CPU: alpha, beta and the log-likelihood, eq. 4 and 5 (equations.h).
 //
 // The twin of tdt_loss_cuda/lattice.cu. A task is one direction of one sample; numbers are Scaled (scaled.h), so a path
 // of any length is exact to double precision. alpha is pushed forward out of each node with the node's own weights,
@@ -43,17 +43,18 @@ class Sample {
         if (here.m == 0.0) continue;
         const Weights w = weights(t, u);
         for (int i = 0; i < arcs_.n; ++i) {
+          const Departures leaving = arcs_.departures(i, extent_.T - t, extent_.U - u);
+          if (!leaving.lands) continue;
           const int d = arcs_.d[i];
-          if (d >= extent_.T - t) continue;  // lands outside
           const Scaled pushed = here * w.duration[i];
-          if (arcs_.has_blank(i)) add(alpha[index(t + d, u)], pushed * w.blank);
-          if (arcs_.has_label(i) && u < extent_.U) add(alpha[index(t + d, u + 1)], pushed * w.label);
+          if (leaving.blank) add(alpha[index(t + d, u)], pushed * w.blank);
+          if (leaving.label) add(alpha[index(t + d, u + 1)], pushed * w.label);
         }
       }
     }
   }
 
-  // eq. 5 and 6. Returns LL; `out` may be null.
+  // eq. 5. Returns LL; `out` may be null.
   double beta(double* out) {
     if (!batch_.well_formed(b_)) return kMalformed;
     if (extent_.T == 0) return -INFINITY;
@@ -65,11 +66,11 @@ class Sample {
         nan = nan || w.nan;
         Scaled sum = scaled_zero();
         for (int i = 0; i < arcs_.n; ++i) {
-          const int d = arcs_.d[i], left = extent_.T - t;
+          const Departures leaving = arcs_.departures(i, extent_.T - t, extent_.U - u);
+          const int d = arcs_.d[i];
           Scaled onward = scaled_zero();
-          if (arcs_.has_blank(i) && d < left) onward = w.blank * beta[index(t + d, u)];
-          if (arcs_.has_blank(i) && d == left && u == extent_.U) onward = w.blank;  // the exit, beta = 1
-          if (arcs_.has_label(i) && u < extent_.U && d < left) onward = onward + w.label * beta[index(t + d, u + 1)];
+          if (leaving.blank) onward = leaving.lands ? w.blank * beta[index(t + d, u)] : w.blank;  // beta(exit) = 1
+          if (leaving.label) onward = onward + w.label * beta[index(t + d, u + 1)];
           sum = sum + w.duration[i] * onward;
         }
         const Scaled here = normalized(sum);

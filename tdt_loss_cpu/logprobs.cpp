@@ -1,4 +1,4 @@
-// Rows of logits on the CPU: the log-probabilities of every node, eq. 1-3 (equations: tdt_loss_cuda/lattice.cu).
+// Rows of logits on the CPU: the log-probabilities of every node, eq. 1-3 (equations.h).
 //
 // The twin of tdt_loss_cuda/logprobs.cu. Nodes are shared out over torch's threads, and a row is read once. Sums are
 // float32 (float64 for float64 logits).
@@ -12,12 +12,12 @@ using namespace cpu;
 
 template <>
 template <typename S>
-void Cpu::log_probs(const Tensor&, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                    const NodeRecords<accumulate_t<S>>& out, const Emission& emission) {
+void Cpu::log_probs(const Tensor&, const LogProbsTask<S>& task) {
   using Acc = accumulate_t<S>;
-  const int R = record_size(batch.D);
-  const Acc sigma = static_cast<Acc>(emission.sigma);
-  torch::stable::parallel_for(0, list.n, kGrain, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, task.list.n, kGrain, [&](int64_t begin, int64_t end) {
+    const auto& [batch, list, logits, out, emission] = task;
+    const int R = record_size(batch.D);
+    const Acc sigma = static_cast<Acc>(emission.sigma);
     std::vector<Acc> buffer;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t node = list.at(batch, row);
@@ -30,7 +30,7 @@ void Cpu::log_probs(const Tensor&, const Batch& batch, const NodeList& list, con
       const Acc* x = widened(logits.tokens.row(row, at), batch.V, buffer);
       const Row<Acc> tokens(x, batch.V);
       const int y = at.u < extent.U ? batch.label(at.b, at.u) : -1;
-      const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - at.t));
+      const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - at.t));  // eq. 10
       out.row_max[node] = tokens.max;
       record[kRowSum] = tokens.sum;
       record[kBlankLp] = x[emission.blank] - tokens.max - tokens.log_sum - sigma;                 // eq. 1
@@ -43,12 +43,7 @@ void Cpu::log_probs(const Tensor&, const Batch& batch, const NodeList& list, con
   });
 }
 
-#define TDT_INSTANTIATE(S)                                                                           \
-  template void Cpu::log_probs<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&, \
-                                  const NodeRecords<accumulate_t<S>>&, const Emission&);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
+#define TDT_INSTANTIATE(S, _) template void Cpu::log_probs(const Tensor&, const LogProbsTask<S>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

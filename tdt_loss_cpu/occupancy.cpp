@@ -9,10 +9,10 @@ constexpr int64_t kGrain = 256;  // nodes per task at least
 
 template <>
 template <typename Acc>
-void Cpu::occupancy(const Tensor&, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,
-                    Acc* label) {
-  const int columns = arcs.rnnt ? 1 : arcs.n;
-  torch::stable::parallel_for(0, batch.nodes(), kGrain, [&](int64_t begin, int64_t end) {
+void Cpu::occupancy(const Tensor&, const OccupancyTask<Acc>& task) {
+  torch::stable::parallel_for(0, task.batch.nodes(), kGrain, [&](int64_t begin, int64_t end) {
+    const auto& [batch, arcs, saved, blank, label] = task;
+    const int columns = arcs.rnnt ? 1 : arcs.n;
     for (int64_t node = begin; node < end; ++node) {
       const Node at = batch.node_at(node);
       const Extent extent = batch.extent(at.b);
@@ -22,7 +22,7 @@ void Cpu::occupancy(const Tensor&, const Batch& batch, const Arcs& arcs, const S
       const Acc otherwise = valid && sample.nan ? Acc(NAN) : Acc(0);
       std::fill(blank + node * columns, blank + (node + 1) * columns, otherwise);
       std::fill(label + node * columns, label + (node + 1) * columns, otherwise);
-      if (!valid || !sample.lives) continue;
+      if (!valid || !sample.feasible) continue;
       const OccupiedNode<Acc> occupied = occupied_node(batch, extent, at, arcs, saved, 0);
       for (int i = 0; i < arcs.n; ++i) {  // RNN-T: one of the two has the blank, the other the label
         const ArcPair<Acc> occ = occupied.arc(i);
@@ -35,9 +35,9 @@ void Cpu::occupancy(const Tensor&, const Batch& batch, const Arcs& arcs, const S
 
 template <>
 template <typename Acc>
-void Cpu::node_occupancy(const Tensor&, const Batch& batch, const Saved<Acc>& saved, const Shaping<Acc>& shaping,
-                         Acc* G) {
-  torch::stable::parallel_for(0, batch.nodes(), 1024, [&](int64_t begin, int64_t end) {
+void Cpu::node_occupancy(const Tensor&, const NodeOccupancyTask<Acc>& task) {
+  torch::stable::parallel_for(0, task.batch.nodes(), kGrain, [&](int64_t begin, int64_t end) {
+    const auto& [batch, saved, shaping, G] = task;
     for (int64_t node = begin; node < end; ++node) {
       const Node at = batch.node_at(node);
       Acc G_tdt;
@@ -47,12 +47,9 @@ void Cpu::node_occupancy(const Tensor&, const Batch& batch, const Saved<Acc>& sa
   });
 }
 
-template void Cpu::occupancy<float>(const Tensor&, const Batch&, const Arcs&, const Saved<float>&, float*, float*);
-template void Cpu::occupancy<double>(const Tensor&, const Batch&, const Arcs&, const Saved<double>&, double*, double*);
-
-template void Cpu::node_occupancy<float>(const Tensor&, const Batch&, const Saved<float>&, const Shaping<float>&,
-                                         float*);
-template void Cpu::node_occupancy<double>(const Tensor&, const Batch&, const Saved<double>&, const Shaping<double>&,
-                                          double*);
+#define TDT_INSTANTIATE(Acc, _)                                           \
+  template void Cpu::occupancy(const Tensor&, const OccupancyTask<Acc>&); \
+  template void Cpu::node_occupancy(const Tensor&, const NodeOccupancyTask<Acc>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

@@ -1,4 +1,4 @@
-// Tiles of the loss without the logits on the CPU, eq. 1-3 and 7-9 (equations: tdt_loss_cuda/lattice.cu): the twin of
+// Tiles of the loss without the logits on the CPU, eq. 1-3 and 7-9 (equations.h): the twin of
 // tdt_loss_cuda/tile.cu. The bias is added to a copy of the row.
 #include "../tdt_loss_common/tile.h"
 
@@ -87,11 +87,10 @@ void Cpu::tile_gradient(const Tensor&, const TileGradient<S, accumulate_t<S>>& p
   });
 }
 
-template void Cpu::tile_log_probs<float>(const Tensor&, const TileLogProbs<float>&);
-template void Cpu::tile_log_probs<double>(const Tensor&, const TileLogProbs<double>&);
-template void Cpu::tile_gradient<float>(const Tensor&, const TileGradient<float, float>&);
-template void Cpu::tile_gradient<double>(const Tensor&, const TileGradient<double, double>&);
-template void Cpu::tile_gradient<Half>(const Tensor&, const TileGradient<Half, float>&);
-template void Cpu::tile_gradient<BFloat16>(const Tensor&, const TileGradient<BFloat16, float>&);
+#define TDT_INSTANTIATE(S, _) \
+  template void Cpu::tile_gradient<S>(const Tensor&, const TileGradient<S, accumulate_t<S>>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
+#define TDT_INSTANTIATE_ACCUMULATE(S, _) template void Cpu::tile_log_probs<S>(const Tensor&, const TileLogProbs<S>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE_ACCUMULATE)
 
 }  // namespace tdt

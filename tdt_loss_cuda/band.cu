@@ -1,5 +1,6 @@
 // The band on the GPU (band.h): the head narrowed for each sample, a block a column; narrow rows to upper bounds of
-// their nodes, a warp a row; which node a row is of.
+// their nodes, half a warp a
+// row; which node a row is of.
 #include "../tdt_loss_common/band.h"
 
 #include "rows.cuh"
@@ -9,7 +10,7 @@ namespace cuda {
 namespace {
 
 constexpr int kBlock = 128;
-constexpr int kWarps = kBlock / kWarp;
+constexpr int kRowLanes = 16;  // threads of a narrow row
 
 // Of a group's column: the labels of the sample that are in it, found by all threads, are taken out by all threads.
 template <typename S>
@@ -47,8 +48,8 @@ __device__ void write_centroid(const BoundColumns<S, accumulate_t<S>>& p, int b,
     if (p.layout.split) p.out_weight[residual * p.H + h] = narrow<S>(value - widen(rounded));
   }
   if (threadIdx.x > 0) return;
-  p.out_bias[column] = usable ? sums.bias() : Acc(0);
-  p.out_counted[column] = usable ? Acc(0) : negative_infinity<Acc>();
+  p.out_bias[column] = usable ? sums.bias() : negative_infinity<Acc>();
+  p.out_counted[column] = negative_infinity<Acc>();
   if (!p.layout.split) return;
   p.out_bias[residual] = 0;
   p.out_counted[residual] = negative_infinity<Acc>();
@@ -99,30 +100,42 @@ __global__ void __launch_bounds__(kBlock)
   if (from >= 0 && p.bias) bias = p.bias[from];
   if (rounding) bias = p.rounding[p.H];
   p.out_bias[column] = bias;
-  p.out_counted[column] = counts ? Acc(0) : negative_infinity<Acc>();
+  p.out_counted[column] = counts ? bias : negative_infinity<Acc>();
 }
 
-// log(sum of exp) of x_0 ... x_{n-1}, given by `entry`, over the lanes of a warp. Rounding is the margin's.
-template <typename Acc, typename F>
-__device__ __forceinline__ Acc warp_lse(const RowGroup<kWarp>& group, int n, F&& entry) {
-  Acc max[1] = {negative_infinity<Acc>()};
-  bool nan = false;
-  for (int c = group.lane; c < n; c += kWarp) {
-    const Acc x = entry(c);
-    max[0] = fmax(max[0], x);
-    nan = nan || x != x;
+// The largest of some numbers, and the sum of exp of the rest of each, as a thread or several have it.
+template <typename Acc>
+struct RunningSum {
+  Acc max = negative_infinity<Acc>(), sum = 0;
+
+  template <int n>
+  __device__ __forceinline__ void add(const Acc (&x)[n]) {
+    Acc own = x[0];
+#pragma unroll
+    for (int j = 1; j < n; ++j) own = fmax(own, x[j]);
+    const Acc next = fmax(max, own), reference = next == negative_infinity<Acc>() ? Acc(0) : next;
+    sum *= exp_of(max - reference);
+#pragma unroll
+    for (int j = 0; j < n; ++j) sum += exp_of(x[j] - reference);
+    max = next;
   }
-  group.max(max);
-  Acc sum = 0;
-  for (int c = group.lane; c < n; c += kWarp) sum += exp_of(entry(c) - max[0]);
-  return max[0] + log(group.sum(nan ? static_cast<Acc>(NAN) : sum));
-}
+  // Over the lanes of a group, for all of them.
+  template <int kThreads>
+  __device__ __forceinline__ Acc log_sum_exp(const RowGroup<kThreads>& group) const {
+    Acc most[1] = {max};
+    group.max(most);
+    const Acc reference = most[0] == negative_infinity<Acc>() ? Acc(0) : most[0];
+    return most[0] + log(group.sum(sum * exp_of(max - reference)));
+  }
+};
 
+// NaN does not count as a maximum but makes its own sum NaN, and so that of all.
 template <typename Acc>
 __global__ void __launch_bounds__(kBlock) bound_rows_kernel(const __grid_constant__ BoundRows<Acc> p) {
+  constexpr int kSize = Vector<Acc>::kSize;
   const BoundLayout& layout = p.layout;
-  const RowGroup<kWarp> group;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  const RowGroup<kRowLanes> group;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * (kBlock / kRowLanes) + threadIdx.x / kRowLanes;
   if (i >= p.list.n) return;
   const int64_t node = p.list.at(p.batch, i);
   const Node at = p.batch.node_at(node);
@@ -131,19 +144,28 @@ __global__ void __launch_bounds__(kBlock) bound_rows_kernel(const __grid_constan
   const Acc* const row = p.rows + i * p.stride;
   const Acc* const bias = p.bias + static_cast<int64_t>(at.b) * p.stride;
   const Acc* const counted = p.counted + static_cast<int64_t>(at.b) * p.stride;
-  const int first_centroid = layout.centroid(0);
   const auto logit = [&](int c) { return row[c] + bias[c]; };
-  const Acc lse = warp_lse<Acc>(group, layout.summed(), [&](int c) {
-    const Acc rest = layout.split && c >= first_centroid ? row[layout.residual(c - first_centroid)] : Acc(0);
-    return logit(c) + rest + counted[c];
-  });
+
+  RunningSum<Acc> tokens;
+#pragma unroll 2
+  for (int c = group.lane * kSize; c < layout.centroid(0); c += kRowLanes * kSize) {  // of what follows counts none
+    const Vector<Acc> x = Vector<Acc>::load(row + c);
+    const Vector<Acc> own{__ldg(reinterpret_cast<const uint4*>(counted + c))};
+    Acc values[kSize];
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) values[j] = x.at(j) + own.at(j);
+    tokens.add(values);
+  }
+  for (int m = group.lane; m < layout.groups; m += kRowLanes) {
+    tokens.add({logit(layout.centroid(m)) + (layout.split ? row[layout.residual(m)] : Acc(0))});
+  }
+  RunningSum<Acc> durations;
+  for (int d = group.lane; d < layout.D; d += kRowLanes) durations.add({logit(layout.duration(d))});
+  const Acc lse = tokens.log_sum_exp(group), lse_durations = durations.log_sum_exp(group);
   const Acc margin = p.rounding * logit(layout.rounding());
   if (group.lane == 0) write_bound(p, node, at, extent, {logit(0), logit(layout.label(at.u)), lse, margin});
-  if (layout.D == 0) return;
-  const auto duration = [&](int d) { return logit(layout.duration(d)); };
-  const Acc lse_durations = warp_lse<Acc>(group, layout.D, duration);
-  Acc* const durations = p.node_lp + node * record_size(p.batch.D) + kDurLp;
-  for (int d = group.lane; d < layout.D; d += kWarp) durations[d] = duration(d) - lse_durations + margin;
+  Acc* const out = p.node_lp + node * record_size(p.batch.D) + kDurLp;
+  for (int d = group.lane; d < layout.D; d += kRowLanes) out[d] = logit(layout.duration(d)) - lse_durations + margin;
 }
 
 __global__ void list_rows_kernel(const __grid_constant__ RowTable table, int64_t n, int32_t* nodes) {
@@ -170,7 +192,8 @@ template <>
 template <typename Acc>
 void Cuda::bound_rows(const Tensor& like, const BoundRows<Acc>& p) {
   const cuda::LaunchScope scope(like);
-  cuda::bound_rows_kernel<Acc><<<cuda::blocks_for(p.list.n, cuda::kWarps), cuda::kBlock, 0, scope.stream()>>>(p);
+  cuda::bound_rows_kernel<Acc>
+      <<<cuda::blocks_for(p.list.n, cuda::kBlock / cuda::kRowLanes), cuda::kBlock, 0, scope.stream()>>>(p);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -181,11 +204,10 @@ void Cuda::list_rows(const Tensor& like, const RowTable& table, int64_t n, int32
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template void Cuda::bound_columns<float>(const Tensor&, const BoundColumns<float, float>&);
-template void Cuda::bound_columns<double>(const Tensor&, const BoundColumns<double, double>&);
-template void Cuda::bound_columns<Half>(const Tensor&, const BoundColumns<Half, float>&);
-template void Cuda::bound_columns<BFloat16>(const Tensor&, const BoundColumns<BFloat16, float>&);
-template void Cuda::bound_rows<float>(const Tensor&, const BoundRows<float>&);
-template void Cuda::bound_rows<double>(const Tensor&, const BoundRows<double>&);
+#define TDT_INSTANTIATE(S, _) \
+  template void Cuda::bound_columns<S>(const Tensor&, const BoundColumns<S, accumulate_t<S>>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
+#define TDT_INSTANTIATE_ACCUMULATE(S, _) template void Cuda::bound_rows<S>(const Tensor&, const BoundRows<S>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE_ACCUMULATE)
 
 }  // namespace tdt

@@ -27,9 +27,7 @@ struct Units {
   Vector<S> vector;
 
   // Cached, unlike a row of logits: f and g serve many rows.
-  __device__ __forceinline__ static Units load(const S* p) {
-    return {Vector<S>{__ldg(reinterpret_cast<const uint4*>(p))}};
-  }
+  __device__ __forceinline__ static Units load(const S* p) { return {Vector<S>{load_constant(p)}}; }
   __device__ __forceinline__ accumulate_t<S> at(int j) const { return vector.at(j); }
   __device__ __forceinline__ static void store(S* p, const accumulate_t<S> (&x)[kSize]) {
     *reinterpret_cast<uint4*>(p) = Vector<S>::pack(x).bits;
@@ -63,13 +61,13 @@ template <typename S, int kSize>
 __global__ void __launch_bounds__(kBlock)
     hidden_kernel(const __grid_constant__ Joint<S> joint, int64_t rows, const int32_t* nodes, S* hidden) {
   using Acc = accumulate_t<S>;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + warp_of_thread();
   if (row >= rows) return;
-  const int64_t node = joint.batch.bounded(nodes[row]);
-  const Node at = joint.batch.node_at(node);
+  const int64_t node = joint.grid.bounded(nodes[row]);
+  const Node at = joint.grid.node_at(node);
   const S* f = joint.encoder + joint.encoder_row(at);
   const S* g = joint.decoder + joint.decoder_row(at);
-  for (int column = threadIdx.x % kWarp * kSize; column < joint.H; column += kWarp * kSize) {
+  for (int column = lane_of_thread() * kSize; column < joint.H; column += kWarp * kSize) {
     const auto f_units = Units<S, kSize>::load(f + column), g_units = Units<S, kSize>::load(g + column);
     Acc x[kSize];
 #pragma unroll
@@ -83,7 +81,7 @@ __global__ void __launch_bounds__(kBlock)
 // Adds the gradient of f + g, the argument of the activation, over the rows that the lanes in `chosen` name, in the
 // order of the lanes.
 template <typename S, int kSize>
-__device__ __forceinline__ void add_rows(const Joint<S>& joint, const S* d_hidden, unsigned chosen, int row, int node,
+__device__ __forceinline__ void add_rows(const Joint<S>& joint, const S* d_hidden, LaneMask chosen, int row, int node,
                                          int column, accumulate_t<S> (&sum)[kSize]) {
   using Acc = accumulate_t<S>;
   const bool inside = column < joint.H;
@@ -92,13 +90,13 @@ __device__ __forceinline__ void add_rows(const Joint<S>& joint, const S* d_hidde
     int from[kRowsInFlight];
 #pragma unroll
     for (int k = 0; k < kRowsInFlight; ++k) {
-      const int lane = chosen != 0 ? __ffs(chosen) - 1 : 0;
-      const int64_t row_k = __shfl_sync(kFullMask, row, lane);
-      from[k] = __shfl_sync(kFullMask, node, lane);
+      const int lane = chosen != 0 ? first_of(chosen) : 0;
+      const int64_t row_k = shuffle(kFullMask, row, lane);
+      from[k] = shuffle(kFullMask, node, lane);
       if (chosen == 0 || !inside) from[k] = -1;
       chosen &= chosen - 1;
       if (from[k] < 0) continue;
-      const Node at = joint.batch.node_at(from[k]);
+      const Node at = joint.grid.node_at(from[k]);
       d[k] = Units<S, kSize>::load(d_hidden + row_k * joint.H + column);
       f[k] = Units<S, kSize>::load(joint.encoder + joint.encoder_row(at) + column);
       g[k] = Units<S, kSize>::load(joint.decoder + joint.decoder_row(at) + column);
@@ -137,7 +135,7 @@ __device__ __forceinline__ void add_to(Acc* out, const Acc (&sum)[kSize]) {
 
 template <int kSize>
 __device__ __forceinline__ int own_column() {
-  return (blockIdx.y * kWarp + threadIdx.x % kWarp) * kSize;
+  return (blockIdx.y * kWarp + lane_of_thread()) * kSize;
 }
 
 template <typename S, int kSize>
@@ -145,9 +143,9 @@ __global__ void __launch_bounds__(kBlock, 2)
     encoder_gradient_kernel(const __grid_constant__ Joint<S> joint,
                             const __grid_constant__ HiddenGradient<S, accumulate_t<S>> p) {
   using Acc = accumulate_t<S>;
-  const int lane = threadIdx.x % kWarp, column = own_column<kSize>();
-  const auto frame_of = [&](int node) { return joint.batch.by_max_U1.quotient(joint.batch.bounded(node)); };
-  int64_t row = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp) * kRowsPerWarp;
+  const int lane = lane_of_thread(), column = own_column<kSize>();
+  const auto frame_of = [&](int node) { return joint.grid.by_max_U1.quotient(joint.grid.bounded(node)); };
+  int64_t row = (static_cast<int64_t>(blockIdx.x) * kWarps + warp_of_thread()) * kRowsPerWarp;
   const int64_t end = min(row + kRowsPerWarp, p.rows);
   while (row < end) {
     const uint32_t frame = frame_of(p.nodes[row]);
@@ -156,12 +154,12 @@ __global__ void __launch_bounds__(kBlock, 2)
       continue;
     }
     Acc sum[kSize] = {};
-    unsigned chosen = kFullMask;
+    LaneMask chosen = kFullMask;
     while (chosen == kFullMask) {
-      const int own = row + lane < p.rows ? static_cast<int>(joint.batch.bounded(p.nodes[row + lane])) : -1;
-      chosen = __ballot_sync(kFullMask, own >= 0 && frame_of(own) == frame);
+      const int own = row + lane < p.rows ? static_cast<int>(joint.grid.bounded(p.nodes[row + lane])) : -1;
+      chosen = ballot(kFullMask, own >= 0 && frame_of(own) == frame);
       add_rows(joint, p.d_hidden, chosen, static_cast<int>(row + lane), own, column, sum);
-      row += __popc(chosen);
+      row += count_of(chosen);
     }
     if (column < joint.H) add_to(p.d_encoder + static_cast<int64_t>(frame) * joint.H + column, sum);
   }
@@ -172,25 +170,25 @@ __global__ void __launch_bounds__(kBlock, 2)
     decoder_gradient_kernel(const __grid_constant__ Joint<S> joint,
                             const __grid_constant__ HiddenGradient<S, accumulate_t<S>> p) {
   using Acc = accumulate_t<S>;
-  const Batch& batch = joint.batch;
-  const int lane = threadIdx.x % kWarp, column = own_column<kSize>();
-  const int u = blockIdx.x * kWarps + threadIdx.x / kWarp;
-  if (u >= batch.max_U1) return;
-  const Node first = batch.node_at(batch.bounded(p.nodes[0]));
-  const Node last = batch.node_at(batch.bounded(p.nodes[p.rows - 1]));
+  const Grid& grid = joint.grid;
+  const int lane = lane_of_thread(), column = own_column<kSize>();
+  const int u = blockIdx.x * kWarps + warp_of_thread();
+  if (u >= grid.max_U1) return;
+  const Node first = grid.node_at(grid.bounded(p.nodes[0]));
+  const Node last = grid.node_at(grid.bounded(p.nodes[p.rows - 1]));
   for (int b = first.b + blockIdx.z; b <= last.b; b += gridDim.z) {
-    const int begin = b == first.b ? first.t : 0, end = b == last.b ? last.t + 1 : batch.max_T;
+    const int begin = b == first.b ? first.t : 0, end = b == last.b ? last.t + 1 : grid.max_T;
     Acc sum[kSize] = {};
     bool any = false;
     for (int t = begin; t < end; t += kWarp) {
-      const int64_t node = batch.node(b, t + lane, u);
+      const int64_t node = grid.node(b, t + lane, u);
       const int64_t row = t + lane < end ? p.row_of_node[node] - p.first : -1;
-      const unsigned chosen = __ballot_sync(kFullMask, row >= 0 && row < p.rows);
+      const LaneMask chosen = ballot(kFullMask, row >= 0 && row < p.rows);
       add_rows(joint, p.d_hidden, chosen, static_cast<int>(row), static_cast<int>(node), column, sum);
       any = any || chosen != 0;
     }
     if (any && column < joint.H)
-      add_to(p.d_decoder + (static_cast<int64_t>(b) * batch.max_U1 + u) * joint.H + column, sum);
+      add_to(p.d_decoder + (static_cast<int64_t>(b) * grid.max_U1 + u) * joint.H + column, sum);
   }
 }
 
@@ -235,21 +233,17 @@ void Cuda::joint_hidden_backward(const Tensor& like, const Joint<S>& joint,
       cuda::encoder_gradient_kernel<S, kSize><<<grid, cuda::kBlock, 0, scope.stream()>>>(joint, p);
     }
     if (p.d_decoder) {
-      const dim3 grid(cuda::blocks_for(joint.batch.max_U1, cuda::kWarps), columns,
-                      std::min(joint.batch.B, cuda::kSamplesAtOnce));
+      const dim3 grid(cuda::blocks_for(joint.grid.max_U1, cuda::kWarps), columns,
+                      std::min(joint.grid.B, cuda::kSamplesAtOnce));
       cuda::decoder_gradient_kernel<S, kSize><<<grid, cuda::kBlock, 0, scope.stream()>>>(joint, p);
     }
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-#define TDT_INSTANTIATE(S)                                                                          \
-  template void Cuda::joint_hidden<S>(const Tensor&, const Joint<S>&, int64_t, const int32_t*, S*); \
-  template void Cuda::joint_hidden_backward<S>(const Tensor&, const Joint<S>&,                      \
-                                               const HiddenGradient<S, accumulate_t<S>>&);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
+#define TDT_INSTANTIATE(S, _)                                                                    \
+  template void Cuda::joint_hidden(const Tensor&, const Joint<S>&, int64_t, const int32_t*, S*); \
+  template void Cuda::joint_hidden_backward(const Tensor&, const Joint<S>&, const HiddenGradient<S, accumulate_t<S>>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

@@ -1,37 +1,11 @@
-// clang-format off
-// The lattice on the GPU: alpha, beta and the log-likelihood of every sample, eq. 4-6, in one launch.
-//
-// The equations of the package; every file cites them by number. Node (t, u): t frames and u labels behind us; x and z
-// its token and duration logits; d_0 ... d_{D-1} the durations.
-//
-//   lp_blank(t,u)  = x[blank]   - lse(x) - sigma                                                                (1)
-//   lp_label(t,u)  = x[y_{u+1}] - lse(x) - sigma          (u < U)                                               (2)
-//   lp_dur_i(t,u)  = z_i - lse(z)                                                                               (3)
-//
-// Arcs out of (t,u), for each i: blank (d_i > 0) to (t + d_i, u); label (u < U) to (t + d_i, u + 1); their weight is
-// lp_blank or lp_label, plus lp_dur_i. An arc lands on a frame t < T, but for the final blank from (t, U) with
-// t + d_i = T, the exit.
-//
-//   alpha(0,0) = 0; alpha(t,u) = logsumexp over the arcs into (t,u) of alpha(source) + weight                   (4)
-//   beta(t,u)  = logsumexp over the arcs out of (t,u) of weight + beta(target); beta(exit) = 0                  (5)
-//   LL = beta(0,0); loss = -LL                                                                                  (6)
-//   occ(arc) = exp(alpha(source) + weight + beta(target) - LL)                                                  (7)
-//
-// G_blank, G_label: sums of occ over i; G_i: both arcs of duration i; G = G_blank + G_label.
-//
-//   d loss / d x_v = softmax(x)_v G - [v = blank] G_blank - [v = y_{u+1}] G_label                               (8)
-//   d loss / d z_i = softmax(z)_i G - G_i                                                                       (9)
-// clang-format on
-//
-// RNN-T is the same lattice with two arcs: a blank of one frame and a label of none, and no eq. 3 in their weights. The
-// mixture (1 - omega) TDT + omega RNN-T runs both over the same log-probabilities.
+// The lattice on the GPU: alpha, beta and the log-likelihood of every sample, eq. 4 and 5, in one launch (equations.h).
 //
 // Work: a block owns a strip of 32 columns u of one sample in one direction (strip.cuh), so there is no limit on U.
 // beta is the same march in mirrored coordinates (T-1-t, U-u); both directions of all samples and lattices are one
 // launch.
 //
-// Numbers are Scaled (scaled.h), exact to double precision however long the path; alpha and beta are stored as float64
-// logarithms.
+// Numbers are plain doubles in units that follow them, where that loses nothing, and Scaled (scaled.h) elsewhere: exact
+// to double precision however long the path (march.cuh). alpha and beta are stored as float64 logarithms.
 #include "strip.cuh"
 
 namespace tdt {
@@ -41,11 +15,11 @@ namespace {
 template <class Ring, typename Acc>
 __device__ void run_strip(const LatticeParams<Acc>& p, const Extent& extent, int lattice, int direction, int b,
                           int strip, void* shared) {
-  auto* stages = static_cast<Stage<Ring>*>(shared);
+  auto& of_block = *static_cast<Shared<Ring>*>(shared);
   if (direction == kForward) {
-    Strip<Acc, Ring, kForward>(p, extent, lattice, b, strip, stages).run();
+    Strip<Acc, Ring, kForward>(p, extent, lattice, b, strip, of_block).run();
   } else {
-    Strip<Acc, Ring, kBackward>(p, extent, lattice, b, strip, stages).run();
+    Strip<Acc, Ring, kBackward>(p, extent, lattice, b, strip, of_block).run();
   }
 }
 
@@ -56,10 +30,10 @@ struct Drawn {
 };
 
 // Of a strip that hands nothing on: the next one, which may think otherwise of lengths and labels that are being
-// rewritten, must not wait for ever. A ticket is also the strip's place in `progress`.
+// rewritten, must not wait for ever. A ticket is also the strip's place in `ended`.
 template <typename Acc>
 __device__ void end_strip(const LatticeParams<Acc>& p, unsigned ticket) {
-  if (p.progress && threadIdx.x == 0) publish(p.progress + ticket, kEnded);
+  if (p.ended && threadIdx.x == 0) publish(p.ended + ticket, 1);
 }
 
 template <typename Acc, class Ring>
@@ -114,7 +88,7 @@ bool assign_arcs(LatticeParams<Acc>& p, int ring) {
 
 template <class Ring, typename Acc>
 void launch_lattice(const LatticeParams<Acc>& p, cudaStream_t stream) {
-  constexpr int kShared = 2 * sizeof(Stage<Ring>);
+  constexpr int kShared = sizeof(Shared<Ring>);
   STD_CUDA_CHECK(cudaFuncSetAttribute(lattice_kernel<Acc, Ring>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
   const int64_t blocks = static_cast<int64_t>(p.batch.B) * p.directions * p.lattices * p.strips;
   STD_TORCH_CHECK(blocks <= std::numeric_limits<int>::max(), "more than 2^31 - 1 blocks of 32 labels, ", p.lattices,
@@ -141,7 +115,7 @@ void Cuda::lattice(const Tensor& like, const Batch& batch, const Arcs& arcs, int
   p.directions = out.alpha_beta ? 2 : 1;
   p.strips = (batch.max_U1 + cuda::kWarp - 1) / cuda::kWarp;
 
-  OptionalTensor counters, handover, scratch;
+  OptionalTensor cleared, scratch;
   const bool far = !arcs.rnnt && !cuda::assign_arcs(p, cuda::ShortRing::kBlanks);
   if (far && !p.alpha_beta) {  // far arcs read beta back even when no gradient is wanted
     scratch = empty_on(like, {2 * lattices * batch.nodes()}, ScalarType::Double);
@@ -149,11 +123,16 @@ void Cuda::lattice(const Tensor& like, const Batch& batch, const Arcs& arcs, int
   }
   if (p.strips > 1) {
     const int64_t chains = static_cast<int64_t>(p.strips) * p.lattices * p.directions * batch.B;
-    counters = zeros_on(like, {chains + 1}, ScalarType::Int);
-    handover = empty_on(like, {chains * batch.max_T * 2}, ScalarType::Double);
-    p.ticket = static_cast<int*>(counters->mutable_data_ptr());
-    p.progress = p.ticket + 1;
-    p.handover = static_cast<Scaled*>(handover->mutable_data_ptr());
+    const int64_t entries = chains * batch.max_T;  // of 16 bytes, 0 until they are written
+    cleared = zeros_on(like, {4 * entries + chains + 1}, ScalarType::Int);
+    p.handover = static_cast<cuda::Handover*>(cleared->mutable_data_ptr());
+    p.ticket = reinterpret_cast<int*>(p.handover + entries);
+    p.ended = p.ticket + 1;
+  }
+  p.whole_records = reinterpret_cast<uintptr_t>(node_lp) % 16 == 0;
+  if (!arcs.rnnt) {
+    p.whole_records = p.whole_records && record_size(arcs.n) == 8;
+    for (int i = 0; i < arcs.n; ++i) p.whole_records = p.whole_records && arcs.d[i] == i;
   }
   if (arcs.rnnt) {
     cuda::launch_lattice<cuda::RnntRing<8>>(p, scope.stream());

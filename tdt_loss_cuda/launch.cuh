@@ -8,11 +8,9 @@
 #include <torch/csrc/stable/macros.h>
 
 #include "../tdt_loss_common/backend.h"
+#include "device.cuh"
 
 namespace tdt::cuda {
-
-constexpr int kWarp = 32;
-constexpr unsigned kFullMask = 0xffffffffu;
 
 // Makes the tensor's device current while it lives, and knows the stream to launch on.
 class LaunchScope {

@@ -1,8 +1,8 @@
-// Rows of logits on the GPU: the log-probabilities of every node, eq. 1-3 (equations: lattice.cu).
+// Rows of logits on the GPU: the log-probabilities of every node, eq. 1-3 (equations.h).
 //
-// A row is read once, and the kernel is bound by that if what is done once per row stays small: so as few threads as
-// possible share a row, kThreads of them: 8 for a short row, a warp for a longer one, a block where rows are too few to
-// fill the GPU otherwise. Offsets within a row are int, offsets of rows int64. Sums are float32 (float64 for float64
+// A row is read once, and the kernel is bound by that as long as what is done once per row stays small. So as few
+// threads as possible share a row: 8 for a short row, a warp for a longer one, a block where rows are too few to fill
+// the GPU otherwise. Offsets within a row are int, offsets of rows int64. Sums are float32 (float64 for float64
 // logits). Padding is never read. Loops over the fields of a record mostly run once and are not unrolled.
 #include "row_sums.cuh"
 
@@ -31,18 +31,18 @@ __global__ void __launch_bounds__(kBlock, kRowThreads<S> / kBlock)
 
 template <>
 template <typename S>
-void Cuda::log_probs(const Tensor& like, const Batch& batch, const NodeList& list, const LogitRows<S>& logits,
-                     const NodeRecords<accumulate_t<S>>& out, const Emission& emission) {
+void Cuda::log_probs(const Tensor& like, const LogProbsTask<S>& task) {
   const cuda::LaunchScope scope(like);
+  const int64_t rows = task.list.n;
   const auto launch = [&](auto threads) {
     constexpr int kThreads = decltype(threads)::value;
-    const unsigned blocks = cuda::blocks_for(list.n, cuda::kBlock / kThreads);
+    const unsigned blocks = cuda::blocks_for(rows, cuda::kBlock / kThreads);
     cuda::log_probs_kernel<S, kThreads>
-        <<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, list, logits, out, emission);
+        <<<blocks, cuda::kBlock, 0, scope.stream()>>>(task.batch, task.list, task.logits, task.out, task.emission);
   };
-  if (cuda::is_short_row<S>(batch.V) && list.n * 8 >= cuda::kFillsGpu) {
+  if (cuda::is_short_row<S>(task.batch.V) && rows * 8 >= cuda::kFillsGpu) {
     launch(std::integral_constant<int, 8>{});
-  } else if (cuda::is_short_row<S>(batch.V) || list.n * cuda::kWarp >= cuda::kFillsGpu) {
+  } else if (cuda::is_short_row<S>(task.batch.V) || rows * cuda::kWarp >= cuda::kFillsGpu) {
     launch(std::integral_constant<int, cuda::kWarp>{});
   } else {
     launch(std::integral_constant<int, cuda::kBlock>{});
@@ -50,12 +50,7 @@ void Cuda::log_probs(const Tensor& like, const Batch& batch, const NodeList& lis
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-#define TDT_INSTANTIATE(S)                                                                            \
-  template void Cuda::log_probs<S>(const Tensor&, const Batch&, const NodeList&, const LogitRows<S>&, \
-                                   const NodeRecords<accumulate_t<S>>&, const Emission&);
-TDT_INSTANTIATE(float)
-TDT_INSTANTIATE(double)
-TDT_INSTANTIATE(Half)
-TDT_INSTANTIATE(BFloat16)
+#define TDT_INSTANTIATE(S, _) template void Cuda::log_probs(const Tensor&, const LogProbsTask<S>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

@@ -1,4 +1,4 @@
-// Occupancies as tensors, eq. 7 (equations: lattice.cu): of every arc, for alignment-based losses and plots, by a
+// Occupancies as tensors, eq. 7 (equations.h): of every arc, for alignment-based losses and plots, by a
 // thread for each node and arc pair; and the sum of each node, which says which rows the backward of the fused losses
 // needs, by a thread for each node.
 #include "../tdt_loss_common/occupancy.h"
@@ -12,9 +12,8 @@ namespace {
 constexpr int kBlock = 256;
 
 template <typename Acc>
-__global__ void __launch_bounds__(kBlock)
-    occupancy_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Arcs arcs,
-                     const __grid_constant__ Saved<Acc> saved, Acc* blank, Acc* label) {
+__global__ void __launch_bounds__(kBlock) occupancy_kernel(const __grid_constant__ OccupancyTask<Acc> task) {
+  const auto& [batch, arcs, saved, blank, label] = task;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
   const int64_t node = index / arcs.n;
   if (node >= batch.nodes()) return;
@@ -26,7 +25,7 @@ __global__ void __launch_bounds__(kBlock)
   const bool valid = extent.has(at.t, at.u);
   ArcPair<Acc> occ{0, 0};
   if (valid && sample.nan) occ = {static_cast<Acc>(NAN), static_cast<Acc>(NAN)};
-  if (valid && sample.lives) occ = occupied_node(batch, extent, at, arcs, saved, 0).arc(i);
+  if (valid && sample.feasible) occ = occupied_node(batch, extent, at, arcs, saved, 0).arc(i);
   const int64_t out = arcs.rnnt ? node : index;  // RNN-T: one of the two pairs has the blank, the other the label
   if (!arcs.rnnt || arcs.has_blank(i)) blank[out] = occ.blank;
   if (arcs.has_label(i)) label[out] = occ.label;
@@ -34,8 +33,8 @@ __global__ void __launch_bounds__(kBlock)
 
 template <typename Acc>
 __global__ void __launch_bounds__(kBlock, 4)
-    node_occupancy_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Saved<Acc> saved,
-                          const __grid_constant__ Shaping<Acc> shaping, Acc* G) {
+    node_occupancy_kernel(const __grid_constant__ NodeOccupancyTask<Acc> task) {
+  const auto& [batch, saved, shaping, G] = task;
   const int64_t node = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
   if (node >= batch.nodes()) return;
   const Node at = batch.node_at(node);
@@ -49,30 +48,25 @@ __global__ void __launch_bounds__(kBlock, 4)
 
 template <>
 template <typename Acc>
-void Cuda::occupancy(const Tensor& like, const Batch& batch, const Arcs& arcs, const Saved<Acc>& saved, Acc* blank,
-                     Acc* label) {
+void Cuda::occupancy(const Tensor& like, const OccupancyTask<Acc>& task) {
   const cuda::LaunchScope scope(like);
-  const unsigned blocks = cuda::blocks_for(batch.nodes() * arcs.n, cuda::kBlock);
-  cuda::occupancy_kernel<Acc><<<blocks, cuda::kBlock, 0, scope.stream()>>>(batch, arcs, saved, blank, label);
+  const unsigned blocks = cuda::blocks_for(task.batch.nodes() * task.arcs.n, cuda::kBlock);
+  cuda::occupancy_kernel<Acc><<<blocks, cuda::kBlock, 0, scope.stream()>>>(task);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 template <>
 template <typename Acc>
-void Cuda::node_occupancy(const Tensor& like, const Batch& batch, const Saved<Acc>& saved, const Shaping<Acc>& shaping,
-                          Acc* G) {
+void Cuda::node_occupancy(const Tensor& like, const NodeOccupancyTask<Acc>& task) {
   const cuda::LaunchScope scope(like);
-  cuda::node_occupancy_kernel<Acc>
-      <<<cuda::blocks_for(batch.nodes(), cuda::kBlock), cuda::kBlock, 0, scope.stream()>>>(batch, saved, shaping, G);
+  const unsigned blocks = cuda::blocks_for(task.batch.nodes(), cuda::kBlock);
+  cuda::node_occupancy_kernel<Acc><<<blocks, cuda::kBlock, 0, scope.stream()>>>(task);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template void Cuda::occupancy<float>(const Tensor&, const Batch&, const Arcs&, const Saved<float>&, float*, float*);
-template void Cuda::occupancy<double>(const Tensor&, const Batch&, const Arcs&, const Saved<double>&, double*, double*);
-
-template void Cuda::node_occupancy<float>(const Tensor&, const Batch&, const Saved<float>&, const Shaping<float>&,
-                                          float*);
-template void Cuda::node_occupancy<double>(const Tensor&, const Batch&, const Saved<double>&, const Shaping<double>&,
-                                           double*);
+#define TDT_INSTANTIATE(Acc, _)                                            \
+  template void Cuda::occupancy(const Tensor&, const OccupancyTask<Acc>&); \
+  template void Cuda::node_occupancy(const Tensor&, const NodeOccupancyTask<Acc>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

@@ -24,7 +24,7 @@ struct BlockNodes {
     const uint32_t i = first + r, valid = extent.nodes();
     return i < (padding ? nodes_of_sample(batch) - valid : valid);
   }
-  // The r-th of them. Padding lies beside the valid nodes of each frame, and then in whole frames.
+  // The r-th of them. Padding consists of the nodes beside the valid ones of each frame, and then of whole frames.
   __device__ Node at(const Batch& batch, int r) const {
     const uint32_t i = first + r, U1 = extent.ok ? extent.U + 1 : 0;
     const uint32_t width = padding ? batch.max_U1 - U1 : U1, beside = padding ? extent.T * width : ~0u;
@@ -51,7 +51,7 @@ struct BlockOrder {
             static_cast<unsigned>(batch.B * of_sample)};
   }
 
-  // Asked by a whole block, of which one warp searches.
+  // Called by all threads of a block; one warp searches.
   __device__ void find(const Batch& batch, BlockNodes* shared) const {
     if (threadIdx.x < kWarp) {
       const BlockNodes nodes = search(batch, threadIdx.x);
@@ -74,18 +74,18 @@ struct BlockOrder {
       const uint32_t n = padding ? all - valid : valid, blocks_here = (n + kRows - 1) / kRows;
       uint32_t end = blocks_here;  // of the samples up to this lane's
       for (int offset = 1; offset < kWarp; offset *= 2) {
-        const uint32_t before = __shfl_up_sync(kFullMask, end, offset);
+        const uint32_t before = shuffle_up(kFullMask, end, offset);
         if (lane >= offset) end += before;
       }
-      const int owner = __popc(__ballot_sync(kFullMask, end <= block));
+      const int owner = count_of(ballot(kFullMask, end <= block));
       if (owner < kWarp) {
-        const uint32_t first = (block - __shfl_sync(kFullMask, end - blocks_here, owner)) * kRows;
-        const int left = __shfl_sync(kFullMask, n, owner) - first;
-        const Extent its{__shfl_sync(kFullMask, extent.T, owner), __shfl_sync(kFullMask, extent.U, owner),
-                         __shfl_sync(kFullMask, static_cast<int>(extent.ok), owner) != 0};
+        const uint32_t first = (block - shuffle(kFullMask, end - blocks_here, owner)) * kRows;
+        const int left = shuffle(kFullMask, n, owner) - first;
+        const Extent its{shuffle(kFullMask, extent.T, owner), shuffle(kFullMask, extent.U, owner),
+                         shuffle(kFullMask, static_cast<int>(extent.ok), owner) != 0};
         return {static_cast<int>(group) * kWarp + owner, its, padding, first, min(kRows, left)};
       }
-      block -= __shfl_sync(kFullMask, end, kWarp - 1);
+      block -= shuffle(kFullMask, end, kWarp - 1);
     }
     return {0, {0, 0, false}, true, 0, 0};
   }

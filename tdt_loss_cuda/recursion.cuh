@@ -1,9 +1,13 @@
-// One lane's part of the lattice: eq. 4 forward and eq. 5 backward for one column u, frame after frame (equations:
-// lattice.cu).
+// One lane's part of the lattice: eq. 4 forward and eq. 5 backward for one column u, frame after frame
+// (equations.h).
 //
 // Short durations live in registers, one slot per duration value: pending arrivals forward, past betas backward. All
 // other arcs ("far": longer ones, and further columns of a duration that occurs more than once) read what was
 // stored in global memory. Both recursions use the weights of the node that they visit and no other's.
+//
+// Each recursion is written for two kinds of numbers. With Scaled it is exact whatever the values. With plain doubles,
+// all of a lane's in units of one power of two, a step is a shuffle and a few fused multiply-adds; strip.cuh says when
+// that is as exact.
 //
 // Where a node does not exist (a frame outside the sample, a column beyond U) all its weights are 0, and so is what it
 // passes on: the march needs no branches.
@@ -32,6 +36,12 @@ struct RnntRing {
   static constexpr bool kFar = false, kRnnt = true;
 };
 
+// What a strip hands on for one frame, written and read as one access of 16 bytes: `frame` + 1 says that it is there.
+struct alignas(16) Handover {
+  double m;
+  int e, frame_plus_1;
+};
+
 template <typename Acc>
 struct LatticeParams {
   Batch batch;
@@ -43,9 +53,10 @@ struct LatticeParams {
   double* ll;          // (lattices, B)
   double* alpha_beta;  // (lattices, 2, B, T, U1), or null
   int strips, lattices, directions;
-  int* ticket;       // null with one strip
-  int* progress;     // frames handed on, (strips, lattices, directions, B)
-  Scaled* handover;  // (strips, lattices, directions, B, max_T)
+  bool whole_records;  // a record may be read as vectors of 16 bytes, and holds duration d, if any, in column d
+  int* ticket;         // null with one strip
+  int* ended;          // whether a strip hands on no more, (strips, lattices, directions, B)
+  Handover* handover;  // (strips, lattices, directions, B, max_T)
 
   __device__ double* stored(int lattice, Direction direction) const {
     return alpha_beta + (2 * lattice + (direction == kForward ? 0 : 1)) * batch.nodes();
@@ -64,10 +75,29 @@ struct Column {
   __device__ Column left() const { return {p, extent, b, u - 1}; }
 };
 
-// The weights of the ring's arcs out of one node: blank[d - 1] and label[d] for duration d.
-template <class Ring>
+// The weights of the ring's arcs out of one node.
+template <typename Number, class Ring>
 struct ArcWeights {
-  Scaled blank[Ring::kBlanks], label[Ring::kLabels + 1];
+  static constexpr int kSize = Ring::kBlanks + Ring::kLabels + 1;
+  Number at[kSize];
+
+  __device__ __forceinline__ Number& blank(int d) { return at[d - 1]; }  // of duration d
+  __device__ __forceinline__ Number& label(int d) { return at[Ring::kBlanks + d]; }
+  __device__ __forceinline__ const Number& blank(int d) const { return at[d - 1]; }
+  __device__ __forceinline__ const Number& label(int d) const { return at[Ring::kBlanks + d]; }
+};
+
+// What a column carries from step to step. Forward: own(k), what blanks have pushed to frame t + k of this column;
+// next(k), what labels have, to the next column; out, the labels that leave for column u + 1 and arrive at frame t.
+// Backward: own(k), beta(t + 1 + k, u); next(k), beta(t + 1 + k, u + 1); out, beta(t, u), which column u - 1 needs.
+template <typename Number, class Ring>
+struct State {
+  static constexpr int kSize = Ring::kBlanks + Ring::kLabels + 1;
+  Number at[kSize];
+
+  __device__ __forceinline__ Number& own(int k) { return at[k]; }
+  __device__ __forceinline__ Number& next(int k) { return at[Ring::kBlanks + k]; }
+  __device__ __forceinline__ Number& out() { return at[kSize - 1]; }
 };
 
 // A stored alpha or beta as a number again.
@@ -77,48 +107,56 @@ __device__ __forceinline__ Scaled from_log(double x) {
   return {exp2(fma(x, kLog2e, -whole)), static_cast<int>(whole)};
 }
 
-// eq. 4. Slot k of `own_`: what blanks have pushed to frame t + k of this column; of `next_`: labels, to the next
-// column.
+// eq. 4.
 template <typename Acc, class Ring>
 class Forward {
  public:
-  __device__ __forceinline__ explicit Forward(const Column<Acc>& column) : column_(column) {
-#pragma unroll
-    for (int d = 0; d < kBlanks; ++d) own_[d] = scaled_zero();
-#pragma unroll
-    for (int d = 0; d <= kLabels; ++d) next_[d] = scaled_zero();
-    if (column.u == 0) own_[0] = scaled_one();  // alpha(0, 0)
-  }
-
-  // Visits node (t, u) and returns its alpha. `in`: labels that arrive from column u - 1; `out`: those that leave for
-  // column u + 1 and arrive at frame t.
-  __device__ __forceinline__ Scaled visit(int t, Scaled in, const ArcWeights<Ring>& w, Scaled* out) {
-    Scaled alpha = own_[0] + in;
+  // Visits node (t, u) and returns its alpha. `in`: labels that arrive from column u - 1.
+  __device__ __forceinline__ static Scaled visit(const Column<Acc>& column, int t, State<Scaled, Ring>& x, Scaled in,
+                                                 const ArcWeights<Scaled, Ring>& w) {
+    Scaled alpha = x.own(0) + in;
     if constexpr (Ring::kFar) {
-      for (int k = 0; k < column_.p.n_far; ++k) alpha = alpha + far(t, column_.p.far[k]);
+      for (int k = 0; k < column.p.n_far; ++k) alpha = alpha + far(column, t, column.p.far[k]);
     }
     alpha = normalized(alpha);
-    *out = alpha * w.label[0];
-    if constexpr (kLabels > 0) *out = next_[0] + *out;
+    x.out() = alpha * w.label(0);
+    if constexpr (kLabels > 0) x.out() = x.next(0) + x.out();
 #pragma unroll
-    for (int d = 1; d < kBlanks; ++d) own_[d - 1] = own_[d] + alpha * w.blank[d - 1];
+    for (int d = 1; d < kBlanks; ++d) x.own(d - 1) = x.own(d) + alpha * w.blank(d);
 #pragma unroll
-    for (int d = 1; d < kLabels; ++d) next_[d - 1] = next_[d] + alpha * w.label[d];
-    own_[kBlanks - 1] = alpha * w.blank[kBlanks - 1];
-    if constexpr (kLabels > 0) next_[kLabels - 1] = alpha * w.label[kLabels];
+    for (int d = 1; d < kLabels; ++d) x.next(d - 1) = x.next(d) + alpha * w.label(d);
+    x.own(kBlanks - 1) = alpha * w.blank(kBlanks);
+    if constexpr (kLabels > 0) x.next(kLabels - 1) = alpha * w.label(kLabels);
     return alpha;
   }
+
+  // The same in plain numbers; what arrives is left * scale, and for the strip's first column `entering`. Everything
+  // that `left` does not decide is made beside the shuffle that brings it.
+  __device__ __forceinline__ static double visit(State<double, Ring>& x, double left, double scale, double entering,
+                                                 const ArcWeights<double, Ring>& w) {
+    const double known = x.own(0) + entering, alpha = fma(left, scale, known);
+    x.out() = fma(left, scale * w.label(0), kLabels > 0 ? fma(known, w.label(0), x.next(0)) : known * w.label(0));
+#pragma unroll
+    for (int d = 1; d < kBlanks; ++d) x.own(d - 1) = fma(alpha, w.blank(d), x.own(d));
+#pragma unroll
+    for (int d = 1; d < kLabels; ++d) x.next(d - 1) = fma(alpha, w.label(d), x.next(d));
+    x.own(kBlanks - 1) = alpha * w.blank(kBlanks);
+    if constexpr (kLabels > 0) x.next(kLabels - 1) = alpha * w.label(kLabels);
+    return alpha;
+  }
+
+  __device__ __forceinline__ static bool starts(const Column<Acc>& column) { return column.u == 0; }  // alpha(0, 0) = 1
 
  private:
   static constexpr int kBlanks = Ring::kBlanks, kLabels = Ring::kLabels;
 
   // Arcs of duration i into (t, u), from the alpha stored d_i frames ago.
-  __device__ __forceinline__ Scaled far(int t, int i) const {
-    const int d = column_.p.arcs.d[i];
-    if (!column_.has(t) || d > t) return scaled_zero();
+  __device__ __forceinline__ static Scaled far(const Column<Acc>& column, int t, int i) {
+    const int d = column.p.arcs.d[i];
+    if (!column.has(t) || d > t) return scaled_zero();
     Scaled sum = scaled_zero();
-    if (d > 0) sum = sum + from(column_, t - d, i, kBlankLp);
-    if (column_.u > 0) sum = sum + from(column_.left(), t - d, i, kLabelLp);
+    if (d > 0) sum = sum + from(column, t - d, i, kBlankLp);
+    if (column.u > 0) sum = sum + from(column.left(), t - d, i, kLabelLp);
     return sum;
   }
   __device__ __forceinline__ static Scaled from(const Column<Acc>& source, int t, int i, RecordField token) {
@@ -126,61 +164,72 @@ class Forward {
     const double alpha = __ldcg(source.p.stored(0, kForward) + source.p.batch.node(source.b, t, source.u));
     return from_log(alpha) * (scaled_exp(record[token]) * scaled_exp(record[kDurLp + i]));
   }
-
-  const Column<Acc>& column_;
-  Scaled own_[kBlanks], next_[kLabels + 1];
 };
 
-// eq. 5. Slot d of `own_`: beta(t + d, u); of `next_`: beta(t + d, u + 1). Slots 0 are not used: beta(t, u) is being
-// made, beta(t, u + 1) just comes in.
+// eq. 5.
 template <typename Acc, class Ring>
 class Backward {
  public:
-  __device__ __forceinline__ explicit Backward(const Column<Acc>& column) : column_(column) {
-#pragma unroll
-    for (int d = 0; d <= kBlanks; ++d) own_[d] = scaled_zero();
-#pragma unroll
-    for (int d = 0; d <= kLabels; ++d) next_[d] = scaled_zero();
-    if (column.u == column.extent.U) own_[1] = scaled_one();  // the exit: frame T of column U, for blanks alone
-  }
-
-  // Visits node (t, u) and returns its beta, which is also what column u - 1 needs. `in`: beta(t, u + 1).
-  __device__ __forceinline__ Scaled visit(int t, Scaled in, const ArcWeights<Ring>& w, Scaled* out) {
+  // Visits node (t, u) and returns its beta. `in`: beta(t, u + 1).
+  __device__ __forceinline__ static Scaled visit(const Column<Acc>& column, int t, State<Scaled, Ring>& x, Scaled in,
+                                                 const ArcWeights<Scaled, Ring>& w) {
     // Terms whose weight is 0 stay in the sum: 0 * NaN carries a NaN of any node on to (0, 0). The terms that the last
     // step made are added last: the rest does not wait for them.
-    Scaled beta = sum_of({w.blank[0] * own_[1], w.label[0] * in});
+    Scaled beta = sum_of({w.blank(1) * x.own(0), w.label(0) * in});
     if constexpr (kRest > 0) {
       Scaled rest[kRest];
 #pragma unroll
-      for (int d = 2; d <= kBlanks; ++d) rest[d - 2] = w.blank[d - 1] * own_[d];
+      for (int d = 2; d <= kBlanks; ++d) rest[d - 2] = w.blank(d) * x.own(d - 1);
 #pragma unroll
-      for (int d = 1; d <= kLabels; ++d) rest[kBlanks - 2 + d] = w.label[d] * next_[d];
-      beta = sum_of({sum_of(rest), w.blank[0] * own_[1], w.label[0] * in});
+      for (int d = 1; d <= kLabels; ++d) rest[kBlanks - 2 + d] = w.label(d) * x.next(d - 1);
+      beta = sum_of({sum_of(rest), w.blank(1) * x.own(0), w.label(0) * in});
     }
     if constexpr (Ring::kFar) {
-      for (int k = 0; k < column_.p.n_far; ++k) beta = beta + far(t, column_.p.far[k]);
+      for (int k = 0; k < column.p.n_far; ++k) beta = beta + far(column, t, column.p.far[k]);
     }
     beta = normalized(beta);
-#pragma unroll
-    for (int d = kBlanks; d > 1; --d) own_[d] = own_[d - 1];
-    own_[1] = beta;
-#pragma unroll
-    for (int d = kLabels; d > 1; --d) next_[d] = next_[d - 1];
-    if constexpr (kLabels > 0) next_[1] = in;
-    *out = beta;
+    shift(x, beta, in);
     return beta;
   }
+
+  // The same in plain numbers; beta(t, u + 1) is left * scale, and for the strip's first column `entering`.
+  __device__ __forceinline__ static double visit(State<double, Ring>& x, double left, double scale, double entering,
+                                                 const ArcWeights<double, Ring>& w) {
+    double part[2] = {w.label(0) * entering, 0.0};  // two chains of additions, one of them with what comes last
+#pragma unroll
+    for (int d = 1; d <= kLabels; ++d) part[d % 2] = fma(w.label(d), x.next(d - 1), part[d % 2]);
+#pragma unroll
+    for (int d = 2; d <= kBlanks; ++d) part[d % 2] = fma(w.blank(d), x.own(d - 1), part[d % 2]);
+    const double rest = kRest > 0 ? part[0] + part[1] : part[0];
+    const double beta = fma(left, scale * w.label(0), fma(w.blank(1), x.own(0), rest));
+    shift(x, beta, fma(left, scale, entering));
+    return beta;
+  }
+
+  // The exit: frame T of column U, for blanks alone.
+  __device__ __forceinline__ static bool starts(const Column<Acc>& column) { return column.u == column.extent.U; }
 
  private:
   static constexpr int kBlanks = Ring::kBlanks, kLabels = Ring::kLabels;
   static constexpr int kRest = kBlanks - 1 + kLabels;  // arcs other than the blank of one frame and the label of none
 
+  template <typename Number>
+  __device__ __forceinline__ static void shift(State<Number, Ring>& x, Number beta, Number in) {
+#pragma unroll
+    for (int k = kBlanks - 1; k > 0; --k) x.own(k) = x.own(k - 1);
+    x.own(0) = beta;
+#pragma unroll
+    for (int k = kLabels - 1; k > 0; --k) x.next(k) = x.next(k - 1);
+    if constexpr (kLabels > 0) x.next(0) = in;
+    x.out() = beta;
+  }
+
   // Arcs of duration i out of (t, u), to the beta stored d_i frames ago or to the exit.
-  __device__ __forceinline__ Scaled far(int t, int i) const {
-    const auto& [p, extent, b, u] = column_;
+  __device__ __forceinline__ static Scaled far(const Column<Acc>& column, int t, int i) {
+    const auto& [p, extent, b, u] = column;
     const int d = p.arcs.d[i], left = extent.T - t;
-    if (!column_.has(t)) return scaled_zero();
-    const Acc* record = column_.record(t);
+    if (!column.has(t)) return scaled_zero();
+    const Acc* record = column.record(t);
     const Scaled blank = scaled_exp(record[kBlankLp]), label = scaled_exp(record[kLabelLp]);
     const double* stored = p.stored(0, kBackward);
     Scaled onward = scaled_zero();
@@ -191,9 +240,6 @@ class Backward {
     }
     return scaled_exp(record[kDurLp + i]) * onward;
   }
-
-  const Column<Acc>& column_;
-  Scaled own_[kBlanks + 1], next_[kLabels + 1];
 };
 
 }  // namespace tdt::cuda

@@ -1,6 +1,6 @@
-// The losses of a batch from its log-likelihoods, eq. 6, and their reduction on the GPU: one block, one launch where
-// torch would need one for each division and sum. A thread takes every kBlock-th sample; partial sums, float64, are
-// added in a tree: the same bits always.
+// The losses of a batch from its log-likelihoods, eq. 6 and 11, and their reduction on the GPU: one block, one launch
+// where torch would need one for each division and sum. A thread takes every kBlock-th sample; partial sums, float64,
+// are added in a tree: the same bits always.
 #include "launch.cuh"
 
 namespace tdt {
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kBlock) reduce_kernel(const __grid_constant__ 
   labels = block_sum(labels, label_sums);
   double sum = 0.0;
   for (int b = threadIdx.x; b < p.B; b += kBlock) {
-    const double loss = loss_of(p.ll, p.B, b, p.mixture, p.zero_infinity);
+    const double loss = p.loss_of(b);
     if (out.losses) {
       out.losses[b] = static_cast<Acc>(loss);
       continue;
@@ -54,7 +54,7 @@ void Cuda::reduce(const Tensor& like, const Reducing& problem, const Reduced<Acc
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template void Cuda::reduce<float>(const Tensor&, const Reducing&, const Reduced<float>&);
-template void Cuda::reduce<double>(const Tensor&, const Reducing&, const Reduced<double>&);
+#define TDT_INSTANTIATE(Acc, _) template void Cuda::reduce(const Tensor&, const Reducing&, const Reduced<Acc>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE)
 
 }  // namespace tdt

@@ -6,8 +6,9 @@
 
 namespace tdt::cuda {
 
-constexpr int kSumBlock = 128;      // threads of a block
-constexpr int kFillsGpu = 1 << 18;  // threads: one wave of the largest GPUs
+constexpr int kSumBlock = 128;  // threads of a block
+// Threads that fill the largest GPUs: 132 multiprocessors of 2048 threads are a little more than 2^18.
+constexpr int kFillsGpu = 1 << 18;
 
 // Where one entry leaves less than this to all others, log(sum) is so small that the piece with that entry, rounded to
 // the last digit of 1, would spoil it: it is summed again.
@@ -224,7 +225,7 @@ __device__ __forceinline__ void write_record(const Batch& batch, int64_t node, c
     return;
   }
 
-  // Everything but the row itself is asked for first, to arrive while the row does. Lane l has field l of the record,
+  // Everything but the row itself is loaded first, to arrive while the row does. Lane l has field l of the record,
   // and l + kLanes and so on where there are many durations.
   const auto duration_logit = [&](int field) {
     const int i = field - kDurLp;
@@ -253,7 +254,7 @@ __device__ __forceinline__ void write_record(const Batch& batch, int64_t node, c
   if (group.lane == 0) out.row_max[node] = tokens.max;
 
   const Acc sigma = static_cast<Acc>(emission.sigma);
-  const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - t));
+  const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - t));  // eq. 10
 #pragma unroll 1
   for (int field = group.lane; field < R; field += group.kLanes) {
     const bool of_token = field < kDurLp;

@@ -11,10 +11,10 @@
 
 namespace tdt::cuda {
 
-constexpr int kUnroll = 4;       // vectors a thread has in flight
-constexpr int kCacheLine = 128;  // bytes
+constexpr int kUnroll = 4;  // vectors a thread has in flight
 
-// Threads of a row kernel per multiprocessor to compile for: 1024 leave 64 registers each. float64 needs more.
+// Threads of a row kernel per multiprocessor to compile for: of 65536 registers, 1024 threads leave 64 each. float64
+// needs twice as many.
 template <typename S>
 constexpr int kRowThreads = sizeof(S) == 8 ? 512 : 1024;
 
@@ -24,9 +24,13 @@ __device__ S* next_line(S* p) {
   return p + (kCacheLine - reinterpret_cast<uintptr_t>(p) % kCacheLine) % kCacheLine / sizeof(S);
 }
 
+// Rows shorter than this are shared by fewer threads: with a stride of kWarp * kUnroll vectors of 16 bytes, 2 KiB, a
+// warp goes through its loop at least four times for a longer one.
+constexpr int64_t kShortRowBytes = 4 * kWarp * kUnroll * 16;
+
 template <typename S>
 bool is_short_row(int V) {
-  return V * static_cast<int64_t>(sizeof(S)) < 8192;
+  return V * static_cast<int64_t>(sizeof(S)) < kShortRowBytes;
 }
 
 __device__ __forceinline__ float widen(float x) { return x; }
@@ -44,14 +48,14 @@ __device__ __forceinline__ S narrow(accumulate_t<S> x) {
 
 enum class Caching { kBypassed, kKept };
 
-// 16 bytes of a row. Loads bypass what caching they can: a row is read once. Stores do not unless told: where two rows
-// meet in a sector of memory, the cache puts it together; written in two parts it would cost as much as many.
+// 16 bytes of a row. Loads are marked as read once. Stores are not unless the caller says so: where two rows share a
+// sector of memory, the cache combines them; written in two parts the sector would cost as much as many.
 template <typename S>
 struct Vector {
   static constexpr int kSize = 16 / sizeof(S);
   uint4 bits;
 
-  __device__ __forceinline__ static Vector load(const S* p) { return {__ldcs(reinterpret_cast<const uint4*>(p))}; }
+  __device__ __forceinline__ static Vector load(const S* p) { return {load_once(p)}; }
   // `fill` in every place
   __device__ __forceinline__ static Vector of(accumulate_t<S> fill) {
     accumulate_t<S> x[kSize];
@@ -61,8 +65,11 @@ struct Vector {
   }
   template <Caching caching = Caching::kKept>
   __device__ __forceinline__ void store(S* p) const {
-    auto* const to = reinterpret_cast<uint4*>(p);
-    caching == Caching::kKept ? static_cast<void>(*to = bits) : __stcs(to, bits);
+    if constexpr (caching == Caching::kKept) {
+      *reinterpret_cast<uint4*>(p) = bits;
+    } else {
+      store_once(p, bits);
+    }
   }
 
   __device__ __forceinline__ accumulate_t<S> at(int j) const {
@@ -82,8 +89,8 @@ struct Vector {
   }
 };
 
-// How the elements of a vector in memory lie: from a multiple of 16 bytes on; 16-bit elements from one of 4 bytes and
-// wider ones from anywhere; 16-bit elements from an odd one.
+// At which addresses the elements of a vector in memory begin: kWhole: at a multiple of 16 bytes; kWords: 16-bit
+// elements at a multiple of 4 bytes, wider ones anywhere; kOdd: 16-bit elements between two multiples of 4 bytes.
 enum class Alignment { kWhole, kWords, kOdd };
 
 // Sixteen bytes of a row whatever their alignment, and nothing beside them. Loads of parts are cached, since those of
@@ -95,8 +102,7 @@ __device__ __forceinline__ Vector<S> load_vector(const S* p) {
   } else if constexpr (alignment == Alignment::kOdd) {
     const auto* const pairs = reinterpret_cast<const unsigned*>(p + 1);
     const unsigned first = p[0].x, a = pairs[0], b = pairs[1], c = pairs[2], last = p[7].x;
-    return {{__byte_perm(first, a, 0x5410), __funnelshift_r(a, b, 16), __funnelshift_r(b, c, 16),
-             __byte_perm(c, last, 0x5432)}};
+    return {{lower_halves(first, a), middle_halves(a, b), middle_halves(b, c), middle_halves(c, last)}};
   } else {
     using Part = std::conditional_t<sizeof(S) == 2, unsigned, S>;
     Vector<S> v;
@@ -136,11 +142,7 @@ __device__ __forceinline__ Acc negative_infinity() {
   return -static_cast<Acc>(INFINITY);
 }
 
-__device__ __forceinline__ float exp_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * static_cast<float>(kLog2e)));
-  return y;
-}
+__device__ __forceinline__ float exp_of(float x) { return exp2_approx(x * static_cast<float>(kLog2e)); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
 // The kThreads threads that share a row: part of a warp, a warp, or several warps of a block.
@@ -148,10 +150,10 @@ template <int kThreads>
 struct RowGroup {
   static constexpr int kLanes = kThreads < kWarp ? kThreads : kWarp;  // those that can shuffle
   int thread, lane;
-  unsigned mask;
+  LaneMask mask;
 
   __device__ __forceinline__ RowGroup() : thread(threadIdx.x % kThreads), lane(threadIdx.x % kLanes) {
-    const int first = threadIdx.x % kWarp / kLanes * kLanes;
+    const int first = lane_of_thread() / kLanes * kLanes;
     mask = (kFullMask >> (kWarp - kLanes)) << first;
   }
 
@@ -162,7 +164,7 @@ struct RowGroup {
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) {
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) x[k] += __shfl_xor_sync(mask, x[k], offset);
+      for (int k = 0; k < kCount; ++k) x[k] += shuffle_xor(mask, x[k], offset);
     }
   }
   template <typename Acc, int kCount>
@@ -170,7 +172,7 @@ struct RowGroup {
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) {
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) x[k] = fmax(x[k], __shfl_xor_sync(mask, x[k], offset));
+      for (int k = 0; k < kCount; ++k) x[k] = fmax(x[k], shuffle_xor(mask, x[k], offset));
     }
   }
   template <typename Acc>
@@ -179,7 +181,7 @@ struct RowGroup {
     sum(one);
     return one[0];
   }
-  __device__ __forceinline__ int count(bool holds) const { return __popc(__ballot_sync(mask, holds)); }
+  __device__ __forceinline__ int count(bool holds) const { return count_of(ballot(mask, holds)); }
 };
 
 }  // namespace tdt::cuda

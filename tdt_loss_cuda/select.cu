@@ -188,23 +188,25 @@ void Cuda::select(const Tensor& like, const Selection<Acc>& p) {
   constexpr unsigned kMostOfGrid = 65535;
   const int B = p.batch.B;
   const unsigned pieces = cuda::blocks_for(p.batch.nodes(), cuda::kPiece);
-  Tensor bins = zeros_on(like, {static_cast<int64_t>(B) * Budget::kBins}, ScalarType::Long);
-  Tensor counts = empty_on(like, {B + static_cast<int64_t>(pieces)}, ScalarType::Int);
-  auto* const of_bins = static_cast<unsigned long long*>(bins.mutable_data_ptr());
-  int* const cuts = static_cast<int*>(counts.mutable_data_ptr());
+  const int64_t of_bins = static_cast<int64_t>(B) * Budget::kBins;
+  Tensor workspace = empty_on(like, {2 * of_bins + B + pieces}, ScalarType::Int);
+  auto* const bins = static_cast<unsigned long long*>(workspace.mutable_data_ptr());
+  int* const cuts = reinterpret_cast<int*>(bins + of_bins);
+  STD_CUDA_CHECK(cudaMemsetAsync(bins, 0, of_bins * sizeof(*bins), scope.stream()));
+  STD_CUDA_CHECK(cudaMemsetAsync(p.nodes, 0xff, p.batch.nodes() * sizeof(*p.nodes), scope.stream()));
   const int64_t of_sample = static_cast<int64_t>(p.batch.max_T) * p.batch.max_U1;
   const dim3 grid(cuda::blocks_for(of_sample, cuda::kPiece), std::min<unsigned>(B, kMostOfGrid));
-  cuda::fill_bins_kernel<Acc><<<grid, cuda::kBlock, 0, scope.stream()>>>(p, of_bins);
-  cuda::cut_kernel<Acc><<<B, cuda::kBlock, 0, scope.stream()>>>(p, of_bins, cuts);
+  cuda::fill_bins_kernel<Acc><<<grid, cuda::kBlock, 0, scope.stream()>>>(p, bins);
+  cuda::cut_kernel<Acc><<<B, cuda::kBlock, 0, scope.stream()>>>(p, bins, cuts);
   cuda::count_kernel<Acc><<<pieces, cuda::kBlock, 0, scope.stream()>>>(p, cuts, cuts + B);
   cuda::begin_kernel<<<1, cuda::kBlock, 0, scope.stream()>>>(cuts + B, static_cast<int>(pieces), p.count);
   cuda::list_kernel<Acc><<<pieces, cuda::kBlock, 0, scope.stream()>>>(p, cuts, cuts + B);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template void Cuda::posterior<float>(const Tensor&, const Posterior<float>&);
-template void Cuda::posterior<double>(const Tensor&, const Posterior<double>&);
-template void Cuda::select<float>(const Tensor&, const Selection<float>&);
-template void Cuda::select<double>(const Tensor&, const Selection<double>&);
+#define TDT_INSTANTIATE_ACCUMULATE(S, _)                                \
+  template void Cuda::posterior<S>(const Tensor&, const Posterior<S>&); \
+  template void Cuda::select<S>(const Tensor&, const Selection<S>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE_ACCUMULATE)
 
 }  // namespace tdt

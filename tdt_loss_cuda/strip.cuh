@@ -1,4 +1,4 @@
-// A strip of the lattice: 32 columns u of one sample in one direction, by one block (equations: lattice.cu).
+// A strip of the lattice: 32 columns u of one sample in one direction, by one block (equations.h).
 //
 // Lane j of the block's first warp handles frame n - j at step n, so the wavefront t + u = const moves through the
 // strip, and what a lane needs of its left neighbour is what that lane made one step ago: one shuffle. The march is a
@@ -9,48 +9,13 @@
 // (T-1-t, U-u). No limit on U.
 #pragma once
 
-#include "recursion.cuh"
+#include "march.cuh"
 
 namespace tdt::cuda {
 
+// The first warp marches, the last one sends and receives, those between have a step of each chunk.
 template <class Ring>
-constexpr int kThreadsOf = (1 + Ring::kChunk + 2) * kWarp;  // marches; a step each; receives, sends
-
-// What the warps of a block exchange for one chunk; there are two, used in turn. Indexed [..][step of the chunk][lane].
-template <class Ring>
-struct Stage {
-  static constexpr int kBlanks = Ring::kBlanks, kLabels = Ring::kLabels, kChunk = Ring::kChunk;
-  static constexpr int kWeights = kBlanks + kLabels + 1;  // blank[d - 1], then label[d]
-  double weight_m[kWeights][kChunk][kWarp];
-  int weight_e[kWeights][kChunk][kWarp];
-  double value_m[kChunk][kWarp];  // alpha or beta
-  int value_e[kChunk][kWarp];
-  Scaled edge_in[kChunk];   // what enters the strip's first column
-  Scaled edge_out[kChunk];  // what leaves its last one
-
-  __device__ __forceinline__ void put_blank(int d, int step, int lane, Scaled x) { put(d - 1, step, lane, x); }
-  __device__ __forceinline__ void put_label(int d, int step, int lane, Scaled x) { put(kBlanks + d, step, lane, x); }
-  __device__ __forceinline__ ArcWeights<Ring> weights(int step, int lane) const {
-    ArcWeights<Ring> w;
-#pragma unroll
-    for (int d = 1; d <= kBlanks; ++d) w.blank[d - 1] = get(d - 1, step, lane);
-#pragma unroll
-    for (int d = 0; d <= kLabels; ++d) w.label[d] = get(kBlanks + d, step, lane);
-    return w;
-  }
-
- private:
-  __device__ __forceinline__ void put(int k, int step, int lane, Scaled x) {
-    weight_m[k][step][lane] = x.m;
-    weight_e[k][step][lane] = x.e;
-  }
-  __device__ __forceinline__ Scaled get(int k, int step, int lane) const {
-    return {weight_m[k][step][lane], weight_e[k][step][lane]};
-  }
-};
-
-// The progress of a strip that will hand on no more.
-constexpr int kEnded = std::numeric_limits<int>::max();
+constexpr int kThreadsOf = (Ring::kChunk + 2) * kWarp;
 
 __device__ __forceinline__ void publish(int* p, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
@@ -61,22 +26,38 @@ __device__ __forceinline__ int acquire(const int* p) {
   return value;
 }
 
-__device__ __forceinline__ Scaled shuffle_up(Scaled x) {
-  return {__shfl_up_sync(kFullMask, x.m, 1), __shfl_up_sync(kFullMask, x.e, 1)};
+__device__ __forceinline__ int peek(const int* p) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
 }
 
-// Natural logarithm of a node's value, as precise as the records it was made of.
-__device__ __forceinline__ double node_log(Scaled x, float) {
-  return (static_cast<double>(log2f(static_cast<float>(x.m))) + x.e) * kLn2;
+// One access of 16 bytes that is not torn, and no order beside it: each says itself what it is of.
+__device__ __forceinline__ void hand_over(Handover* p, Handover x) {
+  asm volatile(
+      "{ .reg .b64 high; .reg .b128 both; mov.b64 high, {%2, %3}; mov.b128 both, {%1, high}; "
+      "st.relaxed.gpu.global.b128 [%0], both; }" ::"l"(p),
+      "l"(__double_as_longlong(x.m)), "r"(x.e), "r"(x.frame_plus_1)
+      : "memory");
 }
-__device__ __forceinline__ double node_log(Scaled x, double) { return log_of(x); }
+__device__ __forceinline__ Handover look_at(const Handover* p) {
+  long long m;
+  int e, frame_plus_1;
+  asm volatile(
+      "{ .reg .b64 high; .reg .b128 both; ld.relaxed.gpu.global.b128 both, [%3]; mov.b128 {%0, high}, both; "
+      "mov.b64 {%1, %2}, high; }"
+      : "=l"(m), "=r"(e), "=r"(frame_plus_1)
+      : "l"(p)
+      : "memory");
+  return {__longlong_as_double(m), e, frame_plus_1};
+}
 
 template <typename Acc, class Ring, Direction direction>
 class Strip {
  public:
   __device__ Strip(const LatticeParams<Acc>& p, const Extent& extent, int lattice, int b, int strip,
-                   Stage<Ring>* stages)
-      : p_(p), extent_(extent), lattice_(lattice), b_(b), strip_(strip), stages_(stages) {
+                   Shared<Ring>& shared)
+      : p_(p), extent_(extent), lattice_(lattice), b_(b), strip_(strip), shared_(shared) {
     const int64_t chains = static_cast<int64_t>(p.lattices) * p.directions * p.batch.B;
     chain_ = strip * chains + (lattice * p.directions + direction) * static_cast<int64_t>(p.batch.B) + b;
     chain_before_ = chain_ - chains;
@@ -91,47 +72,44 @@ class Strip {
     const int chunks = (steps_ + kChunk - 1) / kChunk;
     const Column<Acc> own = column(lane);
     if (warp == 0) {
-      std::conditional_t<direction == kForward, Forward<Acc, Ring>, Backward<Acc, Ring>> recursion(own);
-      Scaled out = scaled_zero();
+      March<Acc, Ring, direction> march(own, shared_, stored_, lane);
       meet();
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        march(chunk, lane, recursion, own, &out);
+        march.chunk(stage(chunk), frame(chunk, 0, lane));
         meet();
       }
-    } else if (warp <= kChunk) {
-      const int step = warp - 1;
-      Record next = load(0, step, lane, own);
-      weigh(0, step, lane, next);
-      next = load(1, step, lane, own);
+    } else if (warp == Ring::kChunk + 1) {
+      receive(0, lane, look(0, lane));
+      Handover next = look(1, lane);
       meet();
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        if (chunk > 0) store(chunk - 1, step, lane, own);
-        weigh(chunk + 1, step, lane, next);
-        next = load(chunk + 2, step, lane, own);
-        meet();
-      }
-      store(chunks - 1, step, lane, own);
-    } else if (warp == kChunk + 1) {
-      receive(0, lane);
-      meet();
-      for (int chunk = 0; chunk < chunks; ++chunk) {
-        receive(chunk + 1, lane);
-        meet();
-      }
-    } else {
-      meet();
-      for (int chunk = 0; chunk < chunks; ++chunk) {
-        if (chunk > 0) send(chunk - 1, lane);
+        if (chunk > 0) send(chunk - 1, lane);  // first, since receive waits
+        receive(chunk + 1, lane, next);
+        next = look(chunk + 2, lane);
         meet();
       }
       send(chunks - 1, lane);
-      if (p_.progress && lane == 0) publish(p_.progress + chain_, kEnded);
+      __syncwarp();
+      if (p_.ended && lane == 0) publish(p_.ended + chain_, 1);
+    } else {
+      const int step = warp - 1;
+      weigh(0, step, lane, load(0, step, lane, own));
+      Record next = load(1, step, lane, own);
+      meet();
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        const Record after_next = load(chunk + 2, step, lane, own);
+        weigh(chunk + 1, step, lane, next);
+        next = after_next;
+        if (chunk > 0) store(chunk - 1, step, lane, own);
+        meet();
+      }
+      store(chunks - 1, step, lane, own);
     }
   }
 
  private:
   static constexpr int kBlanks = Ring::kBlanks, kLabels = Ring::kLabels, kChunk = Ring::kChunk;
-  static constexpr int kLongest = kBlanks > kLabels ? kBlanks : kLabels;
+  static constexpr int kLongest = Ring::kRnnt ? 0 : kBlanks > kLabels ? kBlanks : kLabels;
 
   // All warps of the block, each in its own loop. The form for warps that are whole, which __syncthreads has too; but
   // compute-sanitizer's synccheck takes that one only where all warps come to the same instruction, and is given the
@@ -154,119 +132,135 @@ class Strip {
     return direction == kForward ? index : extent_.T - 1 - index;
   }
 
-  // The recursion over one chunk, by one warp.
-  template <typename Recursion>
-  __device__ __forceinline__ void march(int chunk, int lane, Recursion& recursion, const Column<Acc>& own,
-                                        Scaled* out) {
-    Stage<Ring>& stage = stages_[chunk % 2];
-    // Read one step ahead: a read below the stores of this step would wait for them, since they might be of one
-    // address.
-    ArcWeights<Ring> next_weights = stage.weights(0, lane);
-    Scaled next_edge = stage.edge_in[0];
-#pragma unroll
-    for (int step = 0; step < kChunk; ++step) {
-      const ArcWeights<Ring> weights = next_weights;
-      const Scaled edge = next_edge;
-      if (step + 1 < kChunk) {
-        next_weights = stage.weights(step + 1, lane);
-        next_edge = stage.edge_in[step + 1];
-      }
-      Scaled in = shuffle_up(*out);
-      if (lane == 0) in = edge;
-      const int t = frame(chunk, step, lane);
-      const Scaled value = recursion.visit(t, in, weights, out);
-      stage.value_m[step][lane] = value.m;
-      stage.value_e[step][lane] = value.e;
-      if (lane == kWarp - 1) stage.edge_out[step] = *out;
-      if constexpr (Ring::kFar) {  // far arcs of the next steps read this
-        if (stored_ && own.has(t)) stored_[p_.batch.node(b_, t, own.u)] = node_log(value, Acc(0));
-        __syncwarp();
-      }
-    }
-  }
+  __device__ __forceinline__ Stage<Ring>& stage(int chunk) const { return shared_.stages[chunk % 2]; }
 
-  // The log-probabilities of a node that the weights are made of; none where there is no node.
+  // The log-probabilities of a node that the weights are made of; -inf where there is no node.
   struct Record {
-    bool exists;
     Acc blank, label, duration[kLongest + 1];
   };
 
   // By the warp of each step, two chunks ahead: nothing waits for these loads.
   __device__ __forceinline__ Record load(int chunk, int step, int lane, const Column<Acc>& column) const {
     const int t = frame(chunk, step, lane);
-    Record r;
-    r.exists = column.has(t);
-    if (!r.exists) return r;
+    constexpr Acc kNone = -static_cast<Acc>(INFINITY);
+    Record r{kNone, kNone, {}};
+#pragma unroll
+    for (int d = 0; d <= kLongest; ++d) r.duration[d] = kNone;
+    if (!column.has(t)) return r;
     const Acc* record = column.record(t);
+    if constexpr (std::is_same_v<Acc, float> && !Ring::kFar) {
+      if (p_.whole_records) {
+        const float4 a = *reinterpret_cast<const float4*>(record);
+        r.blank = a.y;
+        r.label = a.z;
+        if constexpr (!Ring::kRnnt) {
+          const float4 b = reinterpret_cast<const float4*>(record)[1];
+          const float durations[] = {a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+          for (int d = 0; d <= kLongest; ++d) r.duration[d] = d < p_.arcs.n ? durations[d] : kNone;
+        }
+        return r;
+      }
+    }
     r.blank = record[kBlankLp];
     r.label = record[kLabelLp];
+    if constexpr (!Ring::kRnnt) {
 #pragma unroll
-    for (int d = 0; d <= kLongest; ++d) {
-      if constexpr (Ring::kRnnt) {
-        r.duration[d] = 0;
-      } else {
-        r.duration[d] = p_.column[d] < 0 ? -static_cast<Acc>(INFINITY) : record[kDurLp + p_.column[d]];
+      for (int d = 0; d <= kLongest; ++d) {
+        if (p_.column[d] >= 0) r.duration[d] = record[kDurLp + p_.column[d]];
       }
     }
     return r;
   }
 
-  // One chunk ahead: the weights of a node's arcs.
+  // One chunk ahead: the weights of a node's arcs, plain where those of all lanes are within range.
   __device__ __forceinline__ void weigh(int chunk, int step, int lane, const Record& r) {
-    Stage<Ring>& stage = stages_[chunk % 2];
-    const auto weight = [&](Acc log_prob) { return r.exists ? scaled_exp(log_prob) : scaled_zero(); };
-    const Scaled blank = weight(r.blank), label = weight(r.label);
+    bool in_range = has_plain_exp(r.blank) & has_plain_exp(r.label);
+    if constexpr (!Ring::kRnnt) {
+#pragma unroll
+      for (int d = 0; d <= kLongest; ++d) in_range = in_range & has_plain_exp(r.duration[d]);
+    }
+    const bool plain_step = !Ring::kFar && __all_sync(kFullMask, in_range);
+    if (plain_step) {
+      weigh(chunk, step, lane, r, [](Acc log_prob) { return plain_exp(log_prob); });
+    } else {
+      weigh(chunk, step, lane, r, [](Acc log_prob) { return scaled_exp(log_prob); });
+    }
+    if (lane == 0) stage(chunk).plain[step] = plain_step;
+  }
+  template <typename Exp>
+  __device__ __forceinline__ void weigh(int chunk, int step, int lane, const Record& r, const Exp& exp) {
+    ArcWeights<decltype(exp(Acc(0))), Ring> w;
+    const auto blank = exp(r.blank), label = exp(r.label);
 #pragma unroll
     for (int d = 0; d <= kLongest; ++d) {
-      const Scaled duration = weight(r.duration[d]);
-      if (d > 0 && d <= kBlanks) stage.put_blank(d, step, lane, blank * duration);
-      if (d <= kLabels) stage.put_label(d, step, lane, label * duration);
+      if constexpr (Ring::kRnnt) {
+        w.blank(1) = blank;
+        w.label(0) = label;
+      } else {
+        const auto duration = exp(r.duration[d]);
+        if (d > 0 && d <= kBlanks) w.blank(d) = blank * duration;
+        if (d <= kLabels) w.label(d) = label * duration;
+      }
     }
+    stage(chunk).put(w.at, step, lane);
   }
 
   // One chunk behind: what the march made of a node.
   __device__ __forceinline__ void store(int chunk, int step, int lane, const Column<Acc>& column) {
-    const Stage<Ring>& stage = stages_[chunk % 2];
     const int t = frame(chunk, step, lane);
     if (!column.has(t)) return;
-    const Scaled value{stage.value_m[step][lane], stage.value_e[step][lane]};
+    const Scaled value = normalized(stage(chunk).value_at(step, lane));
     if (stored_ && !Ring::kFar) stored_[p_.batch.node(b_, t, column.u)] = node_log(value, Acc(0));
-    if (direction == kBackward && column.u == 0 && t == 0) {  // LL of eq. 6
+    if (direction == kBackward && column.u == 0 && t == 0) {  // LL of eq. 5
       p_.ll[static_cast<int64_t>(lattice_) * p_.batch.B + b_] = log_of(value);
     }
   }
 
-  // One chunk ahead: what enters the first column, which is at frame n in step n.
-  __device__ __forceinline__ void receive(int chunk, int lane) {
-    const int index = chunk * kChunk + lane;
-    Scaled edge = scaled_zero();
-    if (lane >= kChunk) return;
-    if (strip_ > 0 && index < extent_.T) {
-      while (acquire(p_.progress + chain_before_) <= index) {
+  // Whether lane n of a chunk waits for what enters the first column, which is at frame n in step n.
+  __device__ __forceinline__ bool expects(int chunk, int lane) const {
+    return strip_ > 0 && lane < kChunk && chunk * kChunk + lane < extent_.T;
+  }
+  __device__ __forceinline__ const Handover* enters(int chunk, int lane) const {
+    return p_.handover + chain_before_ * p_.batch.max_T + chunk * kChunk + lane;
+  }
+  // Two chunks ahead: what may be there already.
+  __device__ __forceinline__ Handover look(int chunk, int lane) const {
+    return expects(chunk, lane) ? look_at(enters(chunk, lane)) : Handover{0.0, 0, 0};
+  }
+  // One chunk ahead: what `seen` lacks is waited for, until the strip before this one hands on no more.
+  __device__ __forceinline__ void receive(int chunk, int lane, Handover seen) {
+    if (expects(chunk, lane)) {
+      const int frame_plus_1 = chunk * kChunk + lane + 1;
+      while (seen.frame_plus_1 != frame_plus_1) {
+        // Relaxed, so that both are on their way together and neither empties the L1 cache.
+        const bool ended = peek(p_.ended + chain_before_) != 0;
+        seen = look_at(enters(chunk, lane));
+        if (!ended || seen.frame_plus_1 == frame_plus_1) continue;
+        acquire(p_.ended + chain_before_);  // what it wrote before its end
+        seen = look_at(enters(chunk, lane));
+        break;
       }
-      const int4 raw = __ldcg(reinterpret_cast<const int4*>(p_.handover + chain_before_ * p_.batch.max_T + index));
-      edge = {__hiloint2double(raw.y, raw.x), raw.z};
+      if (seen.frame_plus_1 != frame_plus_1) seen.m = 0.0;
     }
-    stages_[chunk % 2].edge_in[lane] = edge;
+    if (lane < kChunk) stage(chunk).edge_in[lane] = seen.m == 0.0 ? scaled_zero() : Scaled{seen.m, seen.e};
+    __syncwarp();
   }
 
   // One chunk behind: what has left the last column, which is kWarp - 1 frames late.
   __device__ __forceinline__ void send(int chunk, int lane) {
-    if (!hands_on_) return;
     const int index = chunk * kChunk + lane - (kWarp - 1);
-    if (lane < kChunk && index >= 0 && index < extent_.T) {
-      p_.handover[chain_ * p_.batch.max_T + index] = stages_[chunk % 2].edge_out[lane];
+    if (hands_on_ && lane < kChunk && index >= 0 && index < extent_.T) {
+      const Scaled edge = normalized(stage(chunk).edge_at(lane));
+      hand_over(p_.handover + chain_ * p_.batch.max_T + index, {edge.m, edge.e, index + 1});
     }
-    __syncwarp();
-    const int done = min((chunk + 1) * kChunk - (kWarp - 1), extent_.T);
-    if (lane == 0 && done > 0) publish(p_.progress + chain_, done);
   }
 
   const LatticeParams<Acc>& p_;
   const Extent extent_;
   const int lattice_, b_, strip_;
-  Stage<Ring>* const stages_;
-  int64_t chain_, chain_before_;  // this strip's and the one's before in progress and handover
+  Shared<Ring>& shared_;
+  int64_t chain_, chain_before_;  // this strip's and the one's before in `ended` and `handover`
   int steps_;
   bool hands_on_;
   double* stored_;

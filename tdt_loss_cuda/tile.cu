@@ -1,4 +1,4 @@
-// Tiles of the loss without the logits on the GPU, eq. 1-3 and 7-9 (equations: lattice.cu).
+// Tiles of the loss without the logits on the GPU, eq. 1-3 and 7-9 (equations.h).
 //
 // Log-probabilities are the row kernel's of dense logits with the bias added on the way (row_sums.cuh). The gradient is
 // two kernels: a thread a row for what the row needs of its node, and then threads that own eight columns each and go
@@ -13,7 +13,7 @@ namespace cuda {
 namespace {
 
 constexpr int kNodeBlock = 128;
-constexpr int kMostThreads = 256;  // of a block of columns
+constexpr int kMostThreads = 128;  // of a block of columns
 constexpr int kRowsInFlight = 4;
 
 template <typename Acc, int kThreads>
@@ -65,7 +65,7 @@ struct Eight {
 };
 
 template <typename S>
-__global__ void __launch_bounds__(kMostThreads, sizeof(S) == 8 ? 1 : 3)
+__global__ void __launch_bounds__(kMostThreads, sizeof(S) == 8 ? 2 : 6)
     tile_gradient_kernel(const __grid_constant__ TileGradient<S, accumulate_t<S>> p,
                          const RowGradient<accumulate_t<S>>* rows, const accumulate_t<S>* durations) {
   using Acc = accumulate_t<S>;
@@ -163,11 +163,10 @@ void Cuda::tile_gradient(const Tensor& like, const TileGradient<S, accumulate_t<
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template void Cuda::tile_log_probs<float>(const Tensor&, const TileLogProbs<float>&);
-template void Cuda::tile_log_probs<double>(const Tensor&, const TileLogProbs<double>&);
-template void Cuda::tile_gradient<float>(const Tensor&, const TileGradient<float, float>&);
-template void Cuda::tile_gradient<double>(const Tensor&, const TileGradient<double, double>&);
-template void Cuda::tile_gradient<Half>(const Tensor&, const TileGradient<Half, float>&);
-template void Cuda::tile_gradient<BFloat16>(const Tensor&, const TileGradient<BFloat16, float>&);
+#define TDT_INSTANTIATE(S, _) \
+  template void Cuda::tile_gradient<S>(const Tensor&, const TileGradient<S, accumulate_t<S>>&);
+TDT_FOR_EACH_LOGIT_TYPE(TDT_INSTANTIATE)
+#define TDT_INSTANTIATE_ACCUMULATE(S, _) template void Cuda::tile_log_probs<S>(const Tensor&, const TileLogProbs<S>&);
+TDT_FOR_EACH_ACCUMULATE_TYPE(TDT_INSTANTIATE_ACCUMULATE)
 
 }  // namespace tdt

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Fuzz the kernel: valid calls against the float64 oracle (fuzz_valid.py), malformed ones against what is documented (fuzz_malformed.py).
+"""Fuzz the kernel: valid calls against the float64 oracle (support/fuzzing/valid.py), malformed
+ones against what is documented (support/fuzzing/malformed.py).
 
     python tests/fuzz.py --cases 10000                            both kinds on the CPU, into benchmarks/results/fuzz-cpu.json
     python tests/fuzz.py --cases 5000 --device cuda --kind valid
@@ -27,11 +28,9 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+REPO = Path(__file__).resolve().parent.parent
 
-from records import RESULTS, commit, slug, version
-
-KINDS = {"valid": "fuzz_valid", "malformed": "fuzz_malformed"}
+KINDS = {"valid": "support.fuzzing.valid", "malformed": "support.fuzzing.malformed"}
 BATCH = 250  # cases of a process
 SECONDS = 900  # that a process may take
 
@@ -44,7 +43,9 @@ def reproduction(kind: str, device: str, seed: int, k: int) -> str:
 
 def run_cases(kind: str, device: str, seed: int, first: int, cases: int, *, skip_fused=False, started=None, show=False):
     """Runs cases in this process; yields (k, None or what went wrong). `started`: a file that always holds the number of the case under way."""
-    check = importlib.import_module(KINDS[kind]).check  # first: says where kernels finds the build
+    from support import environment  # noqa: F401  before torch and kernels
+
+    check = importlib.import_module(KINDS[kind]).check
     import numpy as np
     import torch
     from kernels import get_kernel
@@ -133,9 +134,11 @@ def run_batch(kind: str, options: argparse.Namespace, first: int, cases: int) ->
 
 def record(kind: str, options: argparse.Namespace, failures: list[dict], seconds: float) -> None:
     """Puts the outcome into benchmarks/results/fuzz-<device>.json, beside that of the other kind."""
-    import conftest  # noqa: F401  says where kernels finds the build
+    sys.path.insert(0, str(REPO / "benchmarks"))
     import torch
     from kernels import get_kernel
+    from records import RESULTS, commit, slug, version
+    from support import environment  # noqa: F401  before torch and kernels
 
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     path = options.output or RESULTS / f"fuzz-{slug(device)}.json"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from example_model import EXAMPLES, make_model, train_parakeet
+from support.example_model import EXAMPLES, make_model, train_parakeet
 
 # isort: split
 import align_parakeet  # needs what example_model looks for

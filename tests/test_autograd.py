@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from conftest import assert_grads_match, loss_and_grads, make_batch, peak_extra_bytes, same_bits
+from support.batches import make_batch
+from support.calls import loss_and_grads
+from support.comparisons import assert_grads_match, same_bits
+from support.memory import peak_extra_bytes
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

@@ -8,17 +8,13 @@ import shutil
 
 import pytest
 import torch
-from conftest import loss_and_grads, make_batch, same_bits
-from small_model import DURATIONS, FUNCTIONS, loss_and_gradients, make_model, make_speech
+from support.batches import make_batch
+from support.calls import loss_and_grads
+from support.comparisons import same_bits
+from support.small_model import DURATIONS, FUNCTIONS, loss_and_gradients, make_model, make_speech
 
 LENGTHS = {"logit_lengths": [6, 4], "target_lengths": [2, 3]}
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def compiled_outcome(kernel, batch, api, backend, **options):

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from conftest import loss_and_grads, make_batch, same_bits, through_the_ops
+from support.batches import make_batch
+from support.calls import loss_and_grads, through_the_ops
+from support.comparisons import same_bits
 
 
 def assert_sample_keeps_its_bits(outcome, reference, samples):

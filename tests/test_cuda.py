@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from conftest import assert_matches, call, loss_and_grads, make_batch, peak_extra_bytes, same_bits
-from known_values import loss_of_rnnt
+from support.batches import make_batch
+from support.calls import call, loss_and_grads
+from support.comparisons import assert_matches, assert_same_bits, same_bits
+from support.known_values import loss_of_rnnt
+from support.memory import peak_extra_bytes
 
 pytestmark = pytest.mark.cuda
 
@@ -22,11 +25,6 @@ ARCS = {
     "RNN-T": {"durations": (), "fastemit_lambda": 0.5, "clamp": 0.05, "delay_penalty": 0.2},
 }
 every_arcs = pytest.mark.parametrize("arcs", ARCS.values(), ids=ARCS.keys())
-
-
-def assert_same_bits(outcome, expected):
-    for name in ("losses", "grad_tokens", "grad_durations"):
-        assert same_bits(getattr(outcome, name), getattr(expected, name)), name
 
 
 @pytest.mark.kernels_ci

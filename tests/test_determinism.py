@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import torch
-from conftest import call, loss_and_grads, make_batch, same_bits
+from support.batches import make_batch
+from support.calls import call, loss_and_grads
+from support.comparisons import same_bits
 
 LENGTHS = {"logit_lengths": [40, 33, 17, 40], "target_lengths": [20, 11, 16, 0]}
 

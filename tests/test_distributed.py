@@ -1,62 +1,18 @@
-"""Two processes, as DistributedDataParallel and torchrun start them: gradients of the whole batch, whatever each process has of it.
-
-On the CPU with gloo, on two GPUs with nccl. A process that waits in vain for the other one fails the test after a while.
-"""
+"""DistributedDataParallel and torchrun: gradients of the whole batch, whatever each process has of it."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from small_model import FUNCTIONS, loss_and_gradients, make_model, make_speech
+from support.processes import PROCESSES, SECONDS, devices, run_in_two_processes
+from support.small_model import FUNCTIONS, loss_and_gradients, make_model, make_speech
 from torch.nn.parallel import DistributedDataParallel
 
-PROCESSES = 2
-SECONDS = 180  # until two processes count as hanging
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}  # float64
-
-devices = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.two_gpus])]
-)
-
-
-def run_in_two_processes(work, tmp_path, device, *args):
-    """work(kernel, rank, device, *args) in each of two processes that can talk to each other."""
-    context = mp.start_processes(
-        _process, (work, str(tmp_path / "rendezvous"), device, args), PROCESSES, join=False, start_method="spawn"
-    )
-    deadline = time.monotonic() + SECONDS
-    try:
-        while not context.join(timeout=1):
-            assert time.monotonic() < deadline, "the processes hang"
-    finally:
-        for process in context.processes:
-            process.kill()
-            process.join()
-
-
-def _process(rank, work, rendezvous, device, args):
-    from kernels import get_kernel
-
-    torch.set_num_threads(1)
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=PROCESSES,
-        timeout=timedelta(seconds=60),
-    )
-    work(get_kernel("kernels-community/tdt-loss", version=1), rank, device, *args)
-    dist.destroy_process_group()
 
 
 def total(value, device):
@@ -127,8 +83,8 @@ def test_a_process_without_alignments_or_samples_hangs_no_other(tmp_path, device
 
 def check_example(kernel, rank, device):
     """The model of the example in float64, but for batch norm, which knows the samples of its own process alone."""
-    from example_model import make_model, shortest_speech
-    from example_model import train_parakeet as example
+    from support.example_model import make_model, shortest_speech
+    from support.example_model import train_parakeet as example
 
     waveforms, texts = shortest_speech(3)
     vocabulary = example.Vocabulary.of(texts)
@@ -162,14 +118,14 @@ def check_example(kernel, rank, device):
 
 @devices
 def test_gradients_of_the_training_example(tmp_path, device):
-    pytest.importorskip("example_model")
+    pytest.importorskip("support.example_model")
     run_in_two_processes(check_example, tmp_path, device)
 
 
 @devices
 def test_the_training_example_under_torchrun(tmp_path, device):
     """Two steps are too few: both processes take them and end, and the first one says that the model has not learnt to read."""
-    from example_model import EXAMPLES
+    from support.example_model import EXAMPLES
 
     script = [str(EXAMPLES / "train_parakeet.py"), "--steps", "2", "--device", device]
     files = ["--output", str(tmp_path / "loss.png"), "--weights", str(tmp_path / "weights.pt")]

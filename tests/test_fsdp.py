@@ -1,14 +1,14 @@
 """Fully sharded data parallel, FSDP2 (`fully_shard`) and FSDP1: three steps of a sharded model are those of the whole one.
 
-In one process, where each case is a test, and in two (test_distributed.py starts them); on the CPU with gloo, on GPUs with nccl. The whole
+In one process, where each case is a test, and in two (support/processes.py starts them); on the CPU with gloo, on GPUs with nccl. The whole
 model computes its loss from copies of the slices, so no gradient can go past the hooks with which FSDP gathers and frees its weights.
 """
 
 import pytest
 import torch
 import torch.distributed as dist
-from small_model import BLANK, DURATIONS, FEATURES, VOCAB, make_speech
-from test_distributed import devices, run_in_two_processes
+from support.processes import devices, run_in_two_processes
+from support.small_model import BLANK, DURATIONS, FEATURES, VOCAB, make_speech
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard

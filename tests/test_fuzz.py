@@ -3,54 +3,60 @@
 from argparse import Namespace
 
 import fuzz
-import fuzz_malformed
-import fuzz_valid
 import numpy as np
 import pytest
+from support.fuzzing import malformed, valid
 
 SLICE = {"valid": 400, "malformed": 1500}
 
-# case of seed 0: what was wrong
+# What was wrong once, and the cases of seed 0 that had found it.
 VALID = {
-    13: "empty logits whose last dimension has a stride were refused (tdt_align)",
-    25: "the same, rnnt_loss without frames",
-    124: "the same, tdt_loss_joint of an empty batch",
-    285: "the same, layers.TDTLoss",
-    194: "overlapping windows: the gradient went to wrong places, and other ones each time",
-    244: "overlapping windows, float16: the gradient went to wrong places",
-    356: "overlapping windows, two tensors: the gradient went to wrong places",
+    "empty logits whose last dimension has a stride were refused (tdt_align)": 13,
+    "empty logits whose last dimension has a stride were refused (rnnt_loss without frames)": 25,
+    "empty logits whose last dimension has a stride were refused (tdt_loss_joint of an empty batch)": 124,
+    "empty logits whose last dimension has a stride were refused (layers.TDTLoss)": 285,
+    "overlapping windows: the gradient went to wrong places, and other ones each time": 194,
+    "overlapping windows, float16: the gradient went to wrong places": 244,
+    "overlapping windows, two tensors: the gradient went to wrong places": 356,
 }
 MALFORMED = {
-    4: "sigma = 1e9 was a path that the lattice cannot represent, taken for none",
-    133: "sigma = -1e7 overflowed the exponent of a weight",
-    375: "sigma = -inf gave a number",
-    335: "sigma = NaN went unnoticed",
-    16: "targets on the meta device: an exception that did not name them",
-    204: "the same, logit_lengths",
-    18: "a sparse weight: an exception from inside the fused loss",
-    20: "sparse lengths: an exception that did not name them",
-    22: "sparse logits: an exception that did not name them",
-    64: "max_tile_bytes = inf: OverflowError",
-    272: "fastemit_lambda = 10**400: OverflowError",
-    121: "a label beyond the vocabulary, set behind torch's back before backward: wrote before the row",
-    131: "the same, tdt_loss with a label of -1",
-    265: "the same, tdt_loss_joint",
-    382: "the same, a label of -2**40",
-    154: "op log_probs with targets of no dimension: an exception that said nothing",
-    485: "the same, target_lengths",
-    809: "op occupancy with ll of no dimension: an exception that said nothing",
+    "sigma = 1e9 was a path that the lattice cannot represent, taken for none": 4,
+    "sigma = -1e7 overflowed the exponent of a weight": 133,
+    "sigma = -inf gave a number": 375,
+    "sigma = NaN went unnoticed": 335,
+    "targets on the meta device: an exception that did not name them": 16,
+    "logit_lengths on the meta device: an exception that did not name them": 204,
+    "a sparse weight: an exception from inside the fused loss": 18,
+    "sparse lengths: an exception that did not name them": 20,
+    "sparse logits: an exception that did not name them": 22,
+    "max_tile_bytes = inf: OverflowError": 64,
+    "fastemit_lambda = 10**400: OverflowError": 272,
+    "op log_probs with targets of no dimension: an exception that said nothing": 154,
+    "op log_probs with target_lengths of no dimension: an exception that said nothing": 485,
+    "op occupancy with ll of no dimension: an exception that said nothing": 809,
+}
+CHANGED_BEHIND_TORCHS_BACK = {
+    "a label beyond the vocabulary (rnnt_loss): wrote before the row": 121,
+    "a label of -1 (tdt_loss): wrote before the row": 131,
+    "a label beyond the vocabulary (tdt_loss_joint): wrote before the row": 265,
+    "a label of -2**40: wrote before the row": 382,
 }
 
 
-@pytest.mark.parametrize("case", VALID, ids=lambda case: f"case {case}")
+@pytest.mark.parametrize("case", VALID.values(), ids=VALID.keys())
 def test_valid_cases_that_were_wrong_once(kernel, device, case):
     with np.errstate(all="ignore"):
-        fuzz_valid.check(kernel, f"0/{case}", device)
+        valid.check(kernel, f"0/{case}", device)
 
 
-@pytest.mark.parametrize("case", MALFORMED, ids=lambda case: f"case {case}")
+@pytest.mark.parametrize("case", MALFORMED.values(), ids=MALFORMED.keys())
 def test_malformed_cases_that_were_wrong_once(kernel, device, case):
-    fuzz_malformed.check(kernel, f"0/{case}", device)
+    malformed.check(kernel, f"0/{case}", device)
+
+
+@pytest.mark.parametrize("case", CHANGED_BEHIND_TORCHS_BACK.values(), ids=CHANGED_BEHIND_TORCHS_BACK.keys())
+def test_labels_changed_behind_torchs_back_that_did_harm_once(kernel, device, case):
+    malformed.check(kernel, f"0/{case}", device)
 
 
 @pytest.mark.parametrize("kind", SLICE)

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from conftest import DTYPES, Outcome, assert_grads_match, make_batch, same_bits
+from support.batches import make_batch
+from support.calls import Outcome
+from support.comparisons import assert_grads_match, same_bits
+from support.tolerances import DTYPES
 
 
 def saved_tensors(batch):

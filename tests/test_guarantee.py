@@ -3,12 +3,12 @@
 Operands are float64 here, so that rounding is next to nothing: what a bound may be missed by is `ULPS` of the numbers in it.
 """
 
-import oracle
 import pytest
 import torch
-from conftest import BLANK_LP, DUR_LP, LABEL_LP
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import oracle
+from support.batches import BLANK_LP, DUR_LP, LABEL_LP
 from support.lattices import (
     KINDS,
     SMALL_BAND,

@@ -1,9 +1,9 @@
 """The guarantee with every option, dtype and layout, with dropout, bad values and odd batches, and inside of what torch wraps around it."""
 
-import oracle
 import pytest
 import torch
-from conftest import same_bits
+from support import oracle
+from support.comparisons import same_bits
 from support.lattices import (
     NAMES,
     SMALL_BAND,

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from tiny_transducers import (
+from support.tiny_transducers import (
     BLANK,
     MODELS,
     assert_same_gradients,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_transducers import MODELS, make_batch, make_transducer
+from support.tiny_transducers import MODELS, make_batch, make_transducer
 from torch.nn.parallel import DistributedDataParallel
 
 fsdp = pytest.importorskip("torch.distributed.fsdp", reason="needs torch.distributed")

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_transducers import MODELS, assert_same_gradients, loss_and_gradients, make_batch, make_transducer
+from support.tiny_transducers import MODELS, assert_same_gradients, loss_and_gradients, make_batch, make_transducer
 from torch import nn
 
 NAME = MODELS[0]

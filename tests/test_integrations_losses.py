@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import make_batch
+from support.batches import make_batch
 
 
 @pytest.fixture

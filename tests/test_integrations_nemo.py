@@ -9,7 +9,8 @@ import sys
 
 import pytest
 import torch
-from conftest import assert_losses_match, make_batch
+from support.batches import make_batch
+from support.comparisons import assert_losses_match
 from torch import nn
 
 

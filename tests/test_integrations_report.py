@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from conftest import make_batch
+from support.batches import make_batch
 
 SCRIPT = """
 import logging, torch
@@ -68,8 +68,8 @@ def test_which_gpus_a_build_runs_on(kernel, capability, archs, runs):
 
 
 def test_why_a_fallback_was_taken(kernel, caplog, monkeypatch):
-    from tiny_transducers import MODELS, make_transducer
-    from tiny_transducers import make_batch as make_speech
+    from support.tiny_transducers import MODELS, make_transducer
+    from support.tiny_transducers import make_batch as make_speech
 
     monkeypatch.setattr(kernel.report, "_ran", {})
     model, batch = make_transducer(MODELS[0]), make_speech(MODELS[0])

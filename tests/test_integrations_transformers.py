@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_transducers import (
+from support.tiny_transducers import (
     BLANK,
     MODELS,
     NEMOTRONS,

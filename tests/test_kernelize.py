@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_batch
+from support.batches import make_batch
 
 kernels = pytest.importorskip("kernels", minversion="0.17", reason="needs the mapping of kernels 0.17")
 
@@ -133,7 +133,7 @@ def hooked(monkeypatch, transformers_loss, name, layer_name, model_class):
 @pytest.fixture
 def parakeet():
     """The training example, its data cut short: (module, vocabulary, batch)."""
-    from example_model import EXAMPLES, train_parakeet
+    from support.example_model import EXAMPLES, train_parakeet
 
     waveforms, texts = train_parakeet.load_speech(EXAMPLES / "speech")
     waveforms, texts = [x[:16_000] for x in waveforms[:2]], [text[:4] for text in texts[:2]]

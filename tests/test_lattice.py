@@ -1,9 +1,11 @@
 """The op `lattice` (eqs. 4 and 5) from given log-probabilities: LL, alpha and beta at every node, of TDT, of RNN-T and of both."""
 
-import oracle
 import pytest
 import torch
-from conftest import BLANK_LP, DUR_LP, DURATIONS, LABEL_LP, TOLERANCE, make_batch, same_bits
+from support import oracle
+from support.batches import BLANK_LP, DUR_LP, DURATIONS, LABEL_LP, make_batch
+from support.comparisons import same_bits
+from support.tolerances import TOLERANCE
 
 
 def make_node_lp(batch):

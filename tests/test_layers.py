@@ -4,7 +4,10 @@ import inspect
 
 import pytest
 import torch
-from conftest import PaddedSlices, assert_matches, loss_and_grads, make_batch, peak_extra_bytes, same_bits
+from support.batches import make_batch
+from support.calls import loss_and_grads
+from support.comparisons import assert_matches, same_bits
+from support.memory import PaddedSlices, peak_extra_bytes
 
 
 def test_what_the_kernels_library_asks_of_a_layer(kernel):

@@ -2,18 +2,9 @@
 
 import pytest
 import torch
-from conftest import (
-    BLANK_LP,
-    DTYPES,
-    DUR_LP,
-    LABEL_LP,
-    ROW_SUM,
-    assert_close,
-    assert_log_probs_match,
-    assert_row_max_match,
-    make_batch,
-    same_bits,
-)
+from support.batches import BLANK_LP, DUR_LP, LABEL_LP, ROW_SUM, make_batch
+from support.comparisons import assert_close, assert_log_probs_match, assert_row_max_match, same_bits
+from support.tolerances import DTYPES
 
 
 def run_both(kernel, batch, api="separate"):

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import loss_and_grads, make_batch, same_bits
+from support.batches import make_batch
+from support.calls import loss_and_grads
+from support.comparisons import same_bits
 
 MIB = 2**20
 REPO = Path(__file__).resolve().parent.parent
@@ -174,14 +176,14 @@ def test_an_exception_in_backward_leaves_nothing_behind(kernel, device, fails):
 TOO_LARGE = 2**26, 2**20  # columns, rows: 2^48 bytes
 
 
-def without_room_for_the_gradient(kernel, device):
+def loss_whose_gradient_does_not_fit(kernel, device):
     V, T = TOO_LARGE
     row = torch.zeros(1, 1, 1, V, device=device, requires_grad=True)
     labels = torch.zeros(1, 0, dtype=torch.int64), torch.tensor([1]), torch.tensor([0])
     return kernel.rnnt_loss(row.expand(1, T, 1, V), *labels, 0)
 
 
-def without_room_for_the_lattice(device, T=2**20, U1=2**10, D=64):
+def logits_whose_lattice_does_not_fit(device, T=2**20, U1=2**10, D=64):
     """A record of 68 numbers for each of 2^30 nodes: 292 GB."""
     logits = torch.zeros(1, 1, 1, 2 + D, device=device).expand(1, T, U1, 2 + D)
     labels = torch.ones(1, U1 - 1, dtype=torch.int64), torch.tensor([1]), torch.tensor([0])
@@ -199,7 +201,7 @@ def fails_without_memory(device, function):
 def test_out_of_memory_in_backward_is_the_error_of_torch(kernel, device):
     batch = make_batch(B=2, T=40, U=15, V=513, durations=(0, 1, 2), device=device)
     expected = loss_and_grads(kernel, batch)
-    loss = without_room_for_the_gradient(kernel, device)
+    loss = loss_whose_gradient_does_not_fit(kernel, device)
     message = fails_without_memory(device, loss.backward)
     assert ("CUDA out of memory" if device == "cuda" else "can't allocate memory") in message
     del loss
@@ -212,7 +214,7 @@ def test_out_of_memory_in_backward_is_the_error_of_torch(kernel, device):
 def test_out_of_memory_in_forward_is_the_error_of_torch(kernel, device, grad):
     batch = make_batch(B=2, T=40, U=15, V=513, durations=(0, 1, 2), device=device)
     expected = loss_and_grads(kernel, batch)
-    logits, labels, durations = without_room_for_the_lattice(device)
+    logits, labels, durations = logits_whose_lattice_does_not_fit(device)
     logits = logits.requires_grad_(grad)
     before = held(device)
     calls = [
@@ -232,8 +234,9 @@ ALLOCATIONS = """
 import gc, sys
 sys.path.insert(0, "tests")
 import torch
-from conftest import make_batch, same_bits
 from kernels import get_kernel
+from support.batches import make_batch
+from support.comparisons import same_bits
 
 kernel, grad = get_kernel("kernels-community/tdt-loss", version=1), sys.argv[1] == "True"
 batch = make_batch(B=4, T=600, U=400, V=129, durations=(0, 1, 2, 3, 9), device="cuda")
@@ -268,7 +271,7 @@ for spare in range(2, 650, 12):
 @pytest.mark.cuda
 @pytest.mark.parametrize("grad", [True, False])
 def test_out_of_memory_at_every_allocation(kernel, grad):
-    # With more and more room: for the records (30 MiB), the lattice (15), its working memory (15), the gradient (490), all.
+    # With more and more memory: for the records (30 MiB), the lattice (15), its working memory (15), the gradient (490), all.
     done = run_script(ALLOCATIONS, str(grad))
     outcomes = done.stdout.splitlines()
     assert outcomes == sorted(outcomes, reverse=True) and set(outcomes) == {"done", "out of memory"}, done.stdout

@@ -4,18 +4,12 @@ import inspect
 
 import pytest
 import torch
-from conftest import (
-    DTYPES,
-    TOLERANCE,
-    Outcome,
-    assert_grads_match,
-    assert_matches,
-    loss_and_grads,
-    make_batch,
-    peak_extra_bytes,
-    reduced,
-)
-from known_values import PUBLISHED_GRADIENT, PUBLISHED_LOSS
+from support.batches import make_batch
+from support.calls import Outcome, loss_and_grads, reduced
+from support.comparisons import assert_grads_match, assert_matches
+from support.known_values import PUBLISHED_GRADIENT, PUBLISHED_LOSS
+from support.memory import peak_extra_bytes
+from support.tolerances import DTYPES, TOLERANCE
 
 
 @pytest.mark.kernels_ci

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from conftest import DTYPES, assert_close, call, grad_limit, loss_and_grads, make_batch, same_bits
+from support.batches import make_batch
+from support.calls import call, loss_and_grads
+from support.comparisons import assert_close, same_bits
+from support.tolerances import DTYPES, grad_limit
 
 RAGGED = {"B": 4, "T": 12, "U": 5, "logit_lengths": [12, 9, 5, 1], "target_lengths": [5, 2, 0, 3]}
 TDT, RNNT = {"durations": (0, 1, 2, 3, 4)}, {"durations": ()}

@@ -2,18 +2,10 @@
 
 import pytest
 import torch
-from conftest import (
-    DTYPES,
-    assert_grads_match,
-    assert_losses_match,
-    assert_matches,
-    call,
-    loss_and_grads,
-    make_batch,
-    reduced,
-    same_bits,
-    through_the_ops,
-)
+from support.batches import make_batch
+from support.calls import call, loss_and_grads, reduced, through_the_ops
+from support.comparisons import assert_grads_match, assert_losses_match, assert_matches, assert_same_bits, same_bits
+from support.tolerances import DTYPES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 RAGGED = {"B": 4, "T": 12, "U": 5, "logit_lengths": [12, 9, 5, 1], "target_lengths": [5, 2, 0, 3]}
@@ -30,12 +22,6 @@ OPTIONS = {
     "clamp after fastemit": {"fastemit_lambda": 1.0, "clamp": 0.05},
     "all": ALL,
 }
-NAMES = ("losses", "grad_tokens", "grad_durations")
-
-
-def assert_same_bits(outcome, expected, samples=slice(None)):
-    for name in NAMES:
-        assert same_bits(getattr(outcome, name)[samples], getattr(expected, name)[samples]), name
 
 
 @pytest.mark.kernels_ci

@@ -4,11 +4,12 @@ from decimal import Decimal, localcontext
 from math import comb, inf
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from conftest import LABEL_LP, make_batch, transformers_rnnt_loss
-from known_values import (
+from support import oracle
+from support.batches import LABEL_LP, make_batch
+from support.calls import transformers_rnnt_loss
+from support.known_values import (
     DURATIONS_0_1,
     PUBLISHED_GRADIENT,
     PUBLISHED_LOSS,
@@ -134,7 +135,7 @@ def test_number_of_alignments():
 
 
 @pytest.mark.parametrize("T, U, durations", [(4, 2, (0, 1, 2)), (5, 2, (1, 2)), (3, 2, (0, 1, 1)), (4, 2, ())])
-def test_alpha_and_beta_meet_at_every_frame(T, U, durations):
+def test_alpha_and_beta_give_the_likelihood_at_every_frame(T, U, durations):
     batch = make_batch(T=T, U=U, durations=durations, dtype=torch.float64)
     ll, (alpha, beta) = batch.expected.ll[0], batch.expected.alpha_beta[0]
     assert beta[0, 0, 0] == ll

@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from conftest import call, make_batch
+from support import oracle
+from support.batches import make_batch
+from support.calls import call
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 KINDS = {"TDT": (0, 1, 2), "RNN-T": ()}

@@ -2,20 +2,12 @@
 
 import pytest
 import torch
-from conftest import (
-    TOLERANCE,
-    assert_close,
-    assert_grads_match,
-    assert_losses_match,
-    assert_matches,
-    grad_limit,
-    loss_and_grads,
-    loss_limit,
-    make_batch,
-    same_bits,
-)
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.batches import make_batch
+from support.calls import loss_and_grads
+from support.comparisons import assert_close, assert_grads_match, assert_losses_match, assert_matches, same_bits
+from support.tolerances import TOLERANCE, grad_limit, loss_limit
 
 
 @st.composite

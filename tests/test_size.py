@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_matches, loss_and_grads, make_batch, same_bits
-from known_values import loss_of_durations_0_1, loss_of_durations_1, loss_of_rnnt
+from support.batches import make_batch
+from support.calls import loss_and_grads
+from support.comparisons import assert_matches, same_bits
+from support.known_values import loss_of_durations_0_1, loss_of_durations_1, loss_of_rnnt
 
 KINDS = {"tdt 0 1": (0, 1), "tdt 1": (1,), "rnnt": ()}
 every_kind = pytest.mark.parametrize("durations", KINDS.values(), ids=KINDS.keys())
@@ -320,7 +322,7 @@ def test_impossible_numbers_of_durations_are_refused(kernel, device, num_duratio
     node_lp, row_max = torch.zeros(1, 2, 2, 8, device=device), torch.zeros(1, 2, 2, device=device)
     tile, nodes = logits[0, 0, :1], torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(RuntimeError, match="durations: from 0 to 64 are supported, got"):
-        kernel.loss.ops.log_probs_tile_(tile, nodes, node_lp, row_max, *labels, 0, 40, num_durations, 0.0, 0.0)
+        kernel.loss.ops.log_probs_tile_(tile, tile[0], nodes, node_lp, row_max, *labels, 0, 40, num_durations, 0.0, 0.0)
 
 
 @pytest.mark.cuda

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from example_model import assert_same_gradients, loss_and_gradients, make_model, shortest_speech, train_parakeet
+from support.example_model import assert_same_gradients, loss_and_gradients, make_model, shortest_speech, train_parakeet
 
 
 @pytest.fixture(scope="module")

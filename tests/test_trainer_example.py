@@ -3,10 +3,10 @@
 import re
 from functools import partial
 
-import example_model
 import pytest
 import torch
-from example_model import EXAMPLES, train_parakeet
+from support import example_model
+from support.example_model import EXAMPLES, train_parakeet
 from transformers import TrainerCallback
 
 pytest.importorskip("accelerate", reason="the example needs accelerate")

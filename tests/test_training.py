@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import loss_and_grads, make_batch, same_bits
-from small_model import FUNCTIONS, loss_and_gradients, make_model, make_speech
+from support.batches import make_batch
+from support.calls import loss_and_grads
+from support.comparisons import same_bits
+from support.small_model import FUNCTIONS, loss_and_gradients, make_model, make_speech
 from torch.utils.checkpoint import checkpoint
 
 every_function = pytest.mark.parametrize("function", FUNCTIONS)

@@ -6,7 +6,8 @@ them and needs a token), a node that no alignment visits has gradient 0 (theirs 
 
 import pytest
 import torch
-from conftest import Outcome, loss_and_grads, make_batch
+from support.batches import make_batch
+from support.calls import Outcome, loss_and_grads
 
 loss_tdt = pytest.importorskip("transformers.loss.loss_tdt", reason="needs a transformers with the TDT loss")
 

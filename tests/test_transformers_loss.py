@@ -5,8 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import PaddedSlices, make_batch, transformers_rnnt_loss
-from example_model import EXAMPLES, make_model, train_parakeet
+from support.batches import make_batch
+from support.calls import transformers_rnnt_loss
+from support.example_model import EXAMPLES, make_model, train_parakeet
+from support.memory import PaddedSlices
 from transformers import ParakeetForRNNT, ParakeetRNNTConfig
 from transformers.loss import loss_tdt
 

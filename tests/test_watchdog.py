@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch
-from conftest import same_bits
+from support.comparisons import same_bits
 
 SECONDS = 60  # until the process counts as hanging; it starts in a quarter of that
 RACE = 8.0  # seconds that the streams run

@@ -1,7 +1,10 @@
 // The op `align` as a function, for both backends: checks, outputs, then the backend. Schema: torch_binding.cpp.
 #pragma once
 
-#include "torch_binding.h"
+#include <tuple>
+
+#include "../tdt_loss_common/backend.h"
+#include "../tdt_loss_common/checks.h"
 
 namespace tdt {
 
@@ -20,9 +23,8 @@ std::tuple<Tensor, Tensor, Tensor> align(const Tensor& node_lp, const Tensor& ta
   if (batch.B == 0) return {label_frames, label_durations, score};
   dispatch_accumulate(node_lp.scalar_type(), [&](auto zero) {
     using Acc = decltype(zero);
-    const AlignOutput<Acc> out{mutable_data<int64_t>(label_frames), mutable_data<int64_t>(label_durations), U,
-                               mutable_data<Acc>(score)};
-    Backend::align(node_lp, batch, arcs, const_data<Acc>(node_lp), out);
+    Backend::align(node_lp, AlignTask<Acc>{batch, arcs, const_data<Acc>(node_lp), mutable_data<int64_t>(label_frames),
+                                           mutable_data<int64_t>(label_durations), U, mutable_data<Acc>(score)});
   });
   return {label_frames, label_durations, score};
 }

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "../tdt_loss_common/band.h"
+#include "../tdt_loss_common/checks.h"
 #include "../tdt_loss_common/tile.h"
-#include "torch_binding.h"
 
 namespace tdt {
 
@@ -44,7 +44,7 @@ void log_probs_tile_(const Tensor& tile, const Tensor& bias, const Tensor& nodes
     using Acc = decltype(zero);
     Backend::template tile_log_probs<Acc>(tile, {tile_of<Acc>(tile, bias, batch, list),
                                                  {static_cast<int>(blank), sigma, delay_penalty},
-                                                 node_records<Acc>(node_lp, row_max)});
+                                                 {mutable_data<Acc>(node_lp), mutable_data<Acc>(row_max)}});
   });
 }
 
@@ -204,10 +204,10 @@ std::tuple<Tensor, Tensor, Tensor> bound_columns(const Tensor& weight, const Opt
     using Acc = accumulate_t<S>;
     Backend::template bound_columns<S>(
         weight, {batch, layout, static_cast<int>(blank), static_cast<int>(H), const_data<S>(weight),
-                 bias ? const_data<Acc>(*bias) : nullptr, const_data<int32_t>(frequent),
-                 const_data<Acc>(share), const_data<Acc>(group_weight), const_data<Acc>(group_sums),
-                 const_data<Acc>(rounding), static_cast<int>(columns), mutable_data<S>(out_weight),
-                 mutable_data<Acc>(out_bias), mutable_data<Acc>(counted)});
+                 bias ? const_data<Acc>(*bias) : nullptr, const_data<int32_t>(frequent), const_data<Acc>(share),
+                 const_data<Acc>(group_weight), const_data<Acc>(group_sums), const_data<Acc>(rounding),
+                 static_cast<int>(columns), mutable_data<S>(out_weight), mutable_data<Acc>(out_bias),
+                 mutable_data<Acc>(counted)});
   });
   return {out_weight, out_bias, counted};
 }
@@ -292,8 +292,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_nodes_(const OptionalTensor& k
                   "known must be a contiguous uint8 tensor with an element for each node");
   Tensor nodes = empty_on(mass, {batch.nodes()}, ScalarType::Int);
   Tensor row_of_node = empty_on(mass, {batch.B, batch.max_T, batch.max_U1}, ScalarType::Int);
-  Tensor count = zeros_on(mass, {1}, ScalarType::Int), dropped = zeros_on(mass, {batch.B}, ScalarType::Double);
-  if (batch.nodes() == 0) return {nodes, row_of_node, count, dropped};
+  if (batch.nodes() == 0) {
+    return {nodes, row_of_node, zeros_on(mass, {1}, ScalarType::Int), zeros_on(mass, {batch.B}, ScalarType::Double)};
+  }
+  Tensor count = empty_on(mass, {1}, ScalarType::Int), dropped = empty_on(mass, {batch.B}, ScalarType::Double);
   dispatch_accumulate(mass.scalar_type(), [&](auto zero) {
     using Acc = decltype(zero);
     Backend::template select<Acc>(

@@ -2,7 +2,8 @@
 // torch_binding.cpp.
 #pragma once
 
-#include "torch_binding.h"
+#include "../tdt_loss_common/backend.h"
+#include "../tdt_loss_common/checks.h"
 
 namespace tdt {
 
@@ -10,18 +11,12 @@ namespace tdt {
 template <typename S>
 Joint<S> joint_of(const Tensor& encoder, const Tensor& decoder, int64_t activation, double dropout, int64_t seed,
                   int64_t first_node) {
-  Joint<S> joint{};
-  joint.batch.B = static_cast<int>(encoder.size(0));
-  joint.batch.max_T = static_cast<int>(encoder.size(1));
-  joint.batch.max_U1 = static_cast<int>(decoder.size(1));
-  joint.batch.by_max_T = Divider::of(std::max(1, joint.batch.max_T));
-  joint.batch.by_max_U1 = Divider::of(std::max(1, joint.batch.max_U1));
-  joint.H = static_cast<int>(encoder.size(2));
-  joint.encoder = const_data<S>(encoder);
-  joint.decoder = const_data<S>(decoder);
-  joint.activation = static_cast<Activation>(activation);
-  joint.dropout = Dropout::of(dropout, seed, first_node);
-  return joint;
+  return {const_data<S>(encoder),
+          const_data<S>(decoder),
+          static_cast<int>(encoder.size(2)),
+          Grid(encoder.size(0), encoder.size(1), decoder.size(1)),
+          static_cast<Activation>(activation),
+          Dropout::of(dropout, seed, first_node)};
 }
 
 inline void check_joint(const Tensor& encoder, const Tensor& decoder, const Tensor& nodes, const Tensor& rows,

@@ -1,7 +1,10 @@
 // The ops of occupancies as functions, once for both backends. Schemas: torch_binding.cpp.
 #pragma once
 
-#include "torch_binding.h"
+#include <tuple>
+
+#include "../tdt_loss_common/backend.h"
+#include "../tdt_loss_common/checks.h"
 
 namespace tdt {
 
@@ -24,7 +27,8 @@ std::tuple<Tensor, Tensor> occupancy(const Tensor& node_lp, const Tensor& ll, co
   dispatch_accumulate(node_lp.scalar_type(), [&](auto zero) {
     using Acc = decltype(zero);
     const Saved<Acc> saved{const_data<Acc>(node_lp), nullptr, const_data<double>(ll), const_data<double>(alpha_beta)};
-    Backend::occupancy(node_lp, batch, arcs, saved, mutable_data<Acc>(blank), mutable_data<Acc>(label));
+    Backend::occupancy(node_lp,
+                       OccupancyTask<Acc>{batch, arcs, saved, mutable_data<Acc>(blank), mutable_data<Acc>(label)});
   });
   return {blank, label};
 }
@@ -47,7 +51,7 @@ Tensor node_occupancy(const Tensor& node_lp, const Tensor& ll, const Tensor& alp
     using Acc = decltype(zero);
     const Saved<Acc> saved{const_data<Acc>(node_lp), nullptr, const_data<double>(ll), const_data<double>(alpha_beta)};
     const auto shaping = Shaping<Acc>::of(0, arcs, Mixture::of(lattices, omega), fastemit_lambda, 0.0);
-    Backend::node_occupancy(node_lp, batch, saved, shaping, mutable_data<Acc>(G));
+    Backend::node_occupancy(node_lp, NodeOccupancyTask<Acc>{batch, saved, shaping, mutable_data<Acc>(G)});
   });
   return G;
 }

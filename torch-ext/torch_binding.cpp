@@ -1,9 +1,9 @@
-// Registers the ops with the stable ABI. The namespace is the extension's own name, so two builds never collide.
-#include "torch_binding.h"
-
+// The schemas of the ops, and their registration with the stable ABI. The namespace is the extension's own name, so two
+// builds never collide.
 #include "align_ops.h"
 #include "band_ops.h"
 #include "joint_ops.h"
+#include "loss_ops.h"
 #include "occupancy_ops.h"
 #include "registration.h"
 

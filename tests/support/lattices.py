@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from test_fused import NAMES, TOLERANCE, Outcome, Problem, errors, expected, fused, make_problem
+
+from support import fused as fused_calls
+from support.fused import NAMES, TOLERANCE, Outcome, Problem, errors, expected, make_problem
 
 __all__ = [
     "KINDS",
@@ -26,6 +28,11 @@ __all__ = [
 # Few frequent tokens and groups, so that narrow rows pay off with small vocabularies too, and no share of the rows at which
 # the band is given up: the guarantee must hold without the help of either.
 SMALL_BAND = {"_FREQUENT": 6, "_GROUPS": 3, "_MOST": 2.0}
+
+
+def fused(kernel, problem, **options):
+    """Forward and backward with the default tolerance, unless another is given."""
+    return fused_calls.fused(kernel, problem, **{"tolerance": 1e-6, **options})
 
 
 @contextmanager
@@ -166,8 +173,8 @@ def trained_lattice(dtype=torch.float64, device="cpu", samples=slice(None), **re
 def inputs_of(kernel, problem, tolerance, **options):
     """What the public function makes of a problem: the tensors and the rest, for calls of a stage of its own."""
     given = {**problem.options, **options}
-    nodes = problem.encoder.new_empty((*problem.encoder.shape[:2], problem.decoder.shape[1], 0))
-    labels = kernel.checks.Labels(nodes, problem.vocab, *problem.labels).tensors
+    nodes = (*problem.encoder.shape[:2], problem.decoder.shape[1])
+    labels = kernel.checks.Labels(nodes, problem.encoder.device, problem.vocab, *problem.labels).tensors
     inputs = kernel.tiles.Inputs(*problem.operands, *labels, *problem.labels[1:], None)
     checked = kernel.tiles.Problem(
         blank=problem.blank,

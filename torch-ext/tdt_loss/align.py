@@ -104,7 +104,7 @@ def tdt_align(
     vocab = token_logits.shape[3]
     blank = check_vocab("token_logits", vocab, vocab, blank_token_id)
     check_duration_logits(token_logits, duration_logits, len(durations))
-    labels = Labels(token_logits, vocab, targets, logit_lengths, target_lengths)
+    labels = Labels(token_logits.shape[:3], token_logits.device, vocab, targets, logit_lengths, target_lengths)
     return TDTAlignment(*_align(token_logits, duration_logits, labels, blank, vocab, durations, sigma, delay_penalty))
 
 
@@ -147,7 +147,7 @@ def tdt_align_joint(
     check_logits("logits", logits)
     vocab = logits.shape[3] - len(durations)
     blank = check_vocab("logits", logits.shape[3], vocab, blank_token_id)
-    labels = Labels(logits, vocab, targets, logit_lengths, target_lengths)
+    labels = Labels(logits.shape[:3], logits.device, vocab, targets, logit_lengths, target_lengths)
     return TDTAlignment(*_align(logits, None, labels, blank, vocab, durations, sigma, delay_penalty))
 
 
@@ -204,7 +204,7 @@ def rnnt_align(
     check_logits("logits", logits)
     vocab = logits.shape[3]
     blank = check_vocab("logits", vocab, vocab, blank_token_id)
-    labels = Labels(logits, vocab, targets, logit_lengths, target_lengths)
+    labels = Labels(logits.shape[:3], logits.device, vocab, targets, logit_lengths, target_lengths)
     frames, _, score = _align(logits, None, labels, blank, vocab, [], sigma, delay_penalty)
     return RNNTAlignment(frames, score)
 
@@ -220,10 +220,8 @@ def _align(
     delay_penalty: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(frames, durations, score); no durations: RNN-T."""
-    options = Options.checked(
-        sigma=sigma, delay_penalty=delay_penalty, fastemit_lambda=0.0, clamp=0.0, zero_infinity=False
-    )
-    check_penalties(options, logits)
+    options = Options.checked(sigma=sigma, delay_penalty=delay_penalty)
+    check_penalties(options, logits.shape[:3])
     node_lp, _ = call(
         ops.log_probs,
         fake_log_probs,

@@ -1,47 +1,18 @@
 """Derivatives: of ``loss``, which is ``gradient``, and of ``gradient``, which has none. torch.func: transforms.py."""
 
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
 
 from ._ops import add_op_namespace_prefix, ops
+from .arguments import LossArguments
 from .fakes import allocate_loss, call, fake_gradient
 from .slices import ANCHOR, Watched, adjoin, joint_of, meet_again, parts_of
 
 NO_DOUBLE_BACKWARD = (
     "double backward through a transducer loss is not supported: its gradient has no derivative of its own"
 )
-
-
-class LossArguments(NamedTuple):
-    """The arguments of the op ``loss``, in its order."""
-
-    logits: Tensor
-    duration_logits: Optional[Tensor]
-    targets: Tensor
-    logit_lengths: Tensor
-    target_lengths: Tensor
-    blank: int
-    durations: list[int]
-    sigma: float
-    delay_penalty: float
-    omega: float
-    fastemit_lambda: float
-    clamp: float
-    zero_infinity: bool
-    need_grad: bool
-    inplace_grad: bool
-    reduction: int
-
-    @property
-    def labels(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.targets, self.logit_lengths, self.target_lengths
-
-    @property
-    def gradient_options(self) -> tuple[int, list[int], float, float, float]:
-        """What the op ``gradient`` takes behind the tensors."""
-        return self.blank, self.durations, self.omega, self.fastemit_lambda, self.clamp
 
 
 _OTHERS = len(LossArguments._fields) - 2  # beside the two tensors of logits

@@ -19,6 +19,7 @@ _FREQUENT, _GROUPS = 128, 8
 _FIRST_SHARE = 0.1  # of the tolerance, for what the first band leaves out by the bounds alone: then it mostly suffices
 _MOST = 0.6  # share of the rows from which on all are computed
 NODES_AT_ONCE = 1 << 21  # of samples that are looked at together, at least one sample: 0.3 GB
+LEAST_OPERATIONS = 4e11  # of all rows: on a GPU less is done before a band is found (launches and waits of about 1 ms)
 BLOCK = 1024  # rows of one sample in a product of narrow rows
 _LABELS = ("targets", "logit_lengths", "target_lengths")
 
@@ -46,9 +47,11 @@ def columns_of_bounds(joint: Joint, p: Problem, max_U1: int) -> tuple[int, int, 
     return frequent, groups, -(-columns // 8) * 8
 
 
-def pays(joint: Joint, p: Problem, max_U1: int) -> bool:
-    """Whether narrow rows are so much cheaper than full ones that it is worth to look for a band."""
-    return p.tolerance > 0 and 2 * columns_of_bounds(joint, p, max_U1)[2] <= joint.padded
+def pays(joint: Joint, p: Problem, rows: int, max_U1: int) -> bool:
+    """Whether narrow rows are so much cheaper than full ones that it is worth to look for a band among so many."""
+    if p.tolerance == 0 or rows == 0 or 2 * columns_of_bounds(joint, p, max_U1)[2] > joint.padded:
+        return False
+    return joint.encoder.device.type == "cpu" or 2 * rows * joint.padded * joint.H >= LEAST_OPERATIONS
 
 
 def make_bounds(joint: Joint, rows: ValidRows, inputs: Inputs, p: Problem) -> Bounds:
@@ -77,8 +80,8 @@ def _rounding(joint: Joint) -> float:
 def add_bounds(joint: Joint, bounds: Bounds, rows: ValidRows, inputs: Inputs, p: Problem, node_lp: Tensor) -> None:
     """Upper bounds of the log-probabilities of all nodes, into their records; `rows` come in blocks."""
     columns = bounds.weight.shape[1]
-    sample_of_block = rows.sample_of_blocks()
-    count = len(sample_of_block)
+    count = rows.total // BLOCK
+    nodes_of_sample = rows.max_T * rows.max_U1
     blocks = min(max(1, joint.rows_of_tile(columns) // BLOCK), count)
     hidden_room = joint.encoder.new_empty((blocks * BLOCK, joint.H))
     logits_room = joint.encoder.new_empty((blocks * BLOCK, columns), dtype=joint.wide)
@@ -87,7 +90,8 @@ def add_bounds(joint: Joint, bounds: Bounds, rows: ValidRows, inputs: Inputs, p:
         last = min(first + blocks, count)
         nodes = rows.nodes(first * BLOCK, (last - first) * BLOCK)
         hidden, logits = joint.hidden(nodes, hidden_room), logits_room[: len(nodes)]
-        weight = widened(bounds.weight.index_select(0, sample_of_block[first:last]))
+        samples = nodes[::BLOCK] // nodes_of_sample
+        weight = widened(bounds.weight.index_select(0, samples))
         _multiply_blocks(hidden.view(-1, BLOCK, joint.H), weight, logits.view(-1, BLOCK, columns))
         labels = (nodes, node_lp, *inputs.labels)
         ops.bound_rows_(logits, bounds.bias, bounds.counted, *labels, *emission, bounds.rounding)

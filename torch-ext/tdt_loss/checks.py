@@ -64,29 +64,21 @@ def _within(name: str, value: float, limit: float) -> float:
 
 
 class Options(NamedTuple):
-    """What changes the loss or its gradient beside the plain arguments, in the order of the ops."""
+    """What changes the loss or its gradient beside the plain arguments, in the order of the public functions and of the ops."""
 
-    sigma: float
-    delay_penalty: float
-    omega: float
-    fastemit_lambda: float
-    clamp: float
-    zero_infinity: bool
+    sigma: float = 0.0
+    delay_penalty: float = 0.0
+    omega: float = 0.0
+    fastemit_lambda: float = 0.0
+    clamp: float = 0.0
+    zero_infinity: bool = False
 
     @classmethod
-    def checked(
-        cls,
-        *,
-        sigma: float,
-        delay_penalty: float,
-        omega: float = 0.0,
-        fastemit_lambda: float,
-        clamp: float,
-        zero_infinity: bool,
-    ) -> "Options":
-        omega = check_number("omega", omega)
-        fastemit_lambda = check_number("fastemit_lambda", fastemit_lambda)
-        clamp = check_number("clamp", clamp)
+    def checked(cls, **given: Union[float, bool]) -> "Options":
+        given = cls(**given)
+        omega = check_number("omega", given.omega)
+        fastemit_lambda = check_number("fastemit_lambda", given.fastemit_lambda)
+        clamp = check_number("clamp", given.clamp)
         if not 0 <= omega <= 1:
             raise ValueError(f"omega must be in [0, 1], got {omega}")
         if not 0 <= fastemit_lambda <= MAX_FASTEMIT_LAMBDA:
@@ -94,20 +86,34 @@ class Options(NamedTuple):
         if not -math.inf < clamp < math.inf:
             raise ValueError(f"clamp must be finite (0 or negative: off), got {clamp}")
         return cls(
-            _within("sigma", sigma, MAX_SIGMA),
-            _within("delay_penalty", delay_penalty, MAX_DELAY_PENALTY),
+            _within("sigma", given.sigma, MAX_SIGMA),
+            _within("delay_penalty", given.delay_penalty, MAX_DELAY_PENALTY),
             omega,
             fastemit_lambda,
             clamp,
-            check_bool("zero_infinity", zero_infinity),
+            check_bool("zero_infinity", given.zero_infinity),
         )
 
 
-def check_penalties(options: Options, logits: Tensor) -> None:
+def check_tiling(max_tile_bytes: float, occupancy_threshold: float, tolerance: float) -> tuple[int, float, float]:
+    """What only the losses without logits take."""
+    max_tile_bytes = check_number("max_tile_bytes", max_tile_bytes)
+    occupancy_threshold = check_number("occupancy_threshold", occupancy_threshold)
+    if not 0 < max_tile_bytes < math.inf:
+        raise ValueError(f"max_tile_bytes must be positive, got {max_tile_bytes}")
+    if not occupancy_threshold >= 0:
+        raise ValueError(f"occupancy_threshold must be at least 0, got {occupancy_threshold}")
+    tolerance = check_number("tolerance", tolerance)
+    if not 0 <= tolerance <= 1:
+        raise ValueError(f"tolerance must be in [0, 1], got {tolerance}")
+    return int(max_tile_bytes), occupancy_threshold, tolerance
+
+
+def check_penalties(options: Options, nodes: Sequence[int]) -> None:
     """Refuse penalties that would carry paths of this many frames and labels out of what the lattice can represent."""
     if options.sigma == options.delay_penalty == 0 or torch.compiler.is_compiling():
         return
-    T, U = logits.shape[1], logits.shape[2] - 1
+    T, U = nodes[1], nodes[2] - 1
     of_label = abs(options.delay_penalty) * 0.5 * max(T - 1, 0)
     of_path = abs(options.sigma) * (T + U) + of_label * U
     if abs(options.sigma) + of_label > _MOST_PENALTY_OF_ARC or of_path > _MOST_PENALTY_OF_PATH:
@@ -224,20 +230,28 @@ def check_duration_logits(token_logits: Tensor, duration_logits: Tensor, num_dur
 class Labels:
     """Checked targets and lengths, with the dtype and device that the kernels read."""
 
-    def __init__(self, logits: Tensor, vocab: int, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor):
-        batch, max_t, max_u1 = logits.shape[:3]
-        _check_index("targets", targets, (batch, None), logits.device)
+    def __init__(
+        self,
+        nodes: Sequence[int],  # (B, T, U+1) of the logits
+        device: torch.device,
+        vocab: int,
+        targets: Tensor,
+        logit_lengths: Tensor,
+        target_lengths: Tensor,
+    ):
+        batch, max_t, max_u1 = nodes
+        _check_index("targets", targets, (batch, None), device)
         if targets.shape[1] < max_u1 - 1:
             raise ValueError(
                 f"targets must have at least {max_u1 - 1} columns for logits with {max_u1} label positions, "
                 f"got shape {tuple(targets.shape)}"
             )
-        _check_index("logit_lengths", logit_lengths, (batch,), logits.device)
-        _check_index("target_lengths", target_lengths, (batch,), logits.device)
+        _check_index("logit_lengths", logit_lengths, (batch,), device)
+        _check_index("target_lengths", target_lengths, (batch,), device)
         if not torch.compiler.is_compiling():
             _check_values(vocab, max_t, max_u1 - 1, targets, logit_lengths, target_lengths)
         self.targets, self.logit_lengths, self.target_lengths = (
-            to_device(tensor, logits.device, tensor.dtype if tensor.dtype in _NATIVE_INTS else torch.int64)
+            to_device(tensor, device, tensor.dtype if tensor.dtype in _NATIVE_INTS else torch.int64)
             for tensor in (targets, logit_lengths, target_lengths)
         )
 

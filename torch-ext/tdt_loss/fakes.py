@@ -3,6 +3,7 @@
 import torch
 
 from ._ops import add_op_namespace_prefix
+from .arguments import LossArguments
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,28 +38,12 @@ def fake_reduce(ll, target_lengths, like, omega, zero_infinity, reduction):
     return loss, ll.new_empty((batch if reduction else 0,), dtype=dtype)
 
 
-def fake_loss(
-    logits,
-    duration_logits,
-    targets,
-    logit_lengths,
-    target_lengths,
-    blank,
-    durations,
-    sigma,
-    delay_penalty,
-    omega,
-    fastemit_lambda,
-    clamp,
-    zero_infinity,
-    need_grad,
-    inplace_grad,
-    reduction,
-):
-    labels = (targets, logit_lengths, target_lengths)
-    node_lp, row_max = fake_log_probs(logits, duration_logits, *labels, blank, len(durations), sigma, delay_penalty)
-    ll, alpha_beta = fake_lattice(node_lp, *labels, durations, None, omega, need_grad)
-    loss, weights = fake_reduce(ll, target_lengths, logits, omega, zero_infinity, reduction)
+def fake_loss(*args):
+    a = LossArguments(*args)
+    emission = (a.blank, len(a.durations), a.sigma, a.delay_penalty)
+    node_lp, row_max = fake_log_probs(a.logits, a.duration_logits, *a.labels, *emission)
+    ll, alpha_beta = fake_lattice(node_lp, *a.labels, a.durations, None, a.omega, a.need_grad)
+    loss, weights = fake_reduce(ll, a.target_lengths, a.logits, a.omega, a.zero_infinity, a.reduction)
     return loss, node_lp, row_max, ll, alpha_beta, weights
 
 
@@ -175,9 +160,8 @@ def allocate_lattice(*args):
 
 
 def allocate_loss(*args):
-    outputs = fake_loss(*args)
-    _, _, targets, logit_lengths, target_lengths, _, durations, _, _, omega, *_ = args
-    return outputs, _allocate_lattice_work(outputs[1], targets, logit_lengths, target_lengths, durations, None, omega)
+    outputs, a = fake_loss(*args), LossArguments(*args)
+    return outputs, _allocate_lattice_work(outputs[1], *a.labels, a.durations, None, a.omega)
 
 
 def allocate_align(node_lp, *args):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import autograd, transforms
 from ._ops import ops
-from .autograd import LossArguments
+from .arguments import LossArguments
 from .checks import (
     Labels,
     Options,
@@ -51,7 +51,7 @@ def compute_loss(
 ) -> Union[Tensor, tuple[Tensor, Occupancy]]:
     """The loss of checked arguments; no durations: RNN-T."""
     check_bool("return_occupancy", return_occupancy)
-    check_penalties(options, logits)
+    check_penalties(options, logits.shape[:3])
     need_grad = torch.is_grad_enabled() and (
         logits.requires_grad or (duration_logits is not None and duration_logits.requires_grad)
     )
@@ -100,7 +100,7 @@ def compute_joint_loss(
     check_logits("logits", logits)
     vocab = logits.shape[3] - len(durations)
     blank = check_vocab("logits", logits.shape[3], vocab, blank_token_id)
-    labels = Labels(logits, vocab, targets, logit_lengths, target_lengths)
+    labels = Labels(logits.shape[:3], logits.device, vocab, targets, logit_lengths, target_lengths)
     check_bool("inplace_grad", inplace_grad)
     if inplace_grad and can_write_in_place():
         check_writable(logits)

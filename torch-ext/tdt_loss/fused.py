@@ -1,7 +1,6 @@
 """The loss without the logits: joint network and transducer loss in one function, as users call it (how: fused_passes.py)."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Optional, Union
 
 import torch
@@ -17,6 +16,7 @@ from .checks import (
     check_number,
     check_penalties,
     check_reduction,
+    check_tiling,
     check_vocab,
 )
 from .fused_autograd import FusedStats, compute_loss
@@ -42,12 +42,12 @@ def tdt_loss_fused_joint(
     *,
     activation: str = "relu",
     dropout: float = 0.0,
+    delay_penalty: float = 0.0,
     omega: float = 0.0,
     fastemit_lambda: float = 0.0,
     clamp: float = 0.0,
-    delay_penalty: float = 0.0,
     zero_infinity: bool = False,
-    max_tile_bytes: int = 256 << 20,
+    max_tile_bytes: int = 384 << 20,
     occupancy_threshold: float = 0.0,
     tolerance: float = 1e-6,
     return_stats: bool = False,
@@ -81,8 +81,8 @@ def tdt_loss_fused_joint(
         decoder: (B, U+1, H) output of the prediction network, likewise; dtype and device of ``encoder``.
         weight: (V + D, H) of the joint network's last layer: V tokens, blank included, then the D durations.
         bias: (V + D,), or None.
-        targets, logit_lengths, target_lengths, blank_token_id, durations, sigma, reduction, omega, fastemit_lambda, clamp,
-            delay_penalty, zero_infinity: as in :func:`tdt_loss`; the blank counts among the V tokens. ``clamp`` holds the
+        targets, logit_lengths, target_lengths, blank_token_id, durations, sigma, reduction, delay_penalty, omega,
+            fastemit_lambda, clamp, zero_infinity: as in :func:`tdt_loss`; the blank counts among the V tokens. ``clamp`` holds the
             gradient of the logits.
         activation: ``"relu"`` or ``"tanh"``.
         dropout: probability in [0, 1) with which a hidden unit is zeroed, the others scaled by 1 / (1 - dropout). Masks are
@@ -153,11 +153,11 @@ def rnnt_loss_fused_joint(
     sigma: float = 0.0,
     activation: str = "relu",
     dropout: float = 0.0,
+    delay_penalty: float = 0.0,
     fastemit_lambda: float = 0.0,
     clamp: float = 0.0,
-    delay_penalty: float = 0.0,
     zero_infinity: bool = False,
-    max_tile_bytes: int = 256 << 20,
+    max_tile_bytes: int = 384 << 20,
     occupancy_threshold: float = 0.0,
     tolerance: float = 1e-6,
     return_stats: bool = False,
@@ -170,7 +170,7 @@ def rnnt_loss_fused_joint(
         encoder, decoder, bias, activation, dropout, max_tile_bytes, occupancy_threshold, tolerance, return_stats: as in
             :func:`tdt_loss_fused_joint`.
         weight: (V, H) of the joint network's last layer.
-        targets, logit_lengths, target_lengths, blank_token_id, reduction, sigma, fastemit_lambda, clamp, delay_penalty,
+        targets, logit_lengths, target_lengths, blank_token_id, reduction, sigma, delay_penalty, fastemit_lambda, clamp,
             zero_infinity: as in :func:`rnnt_loss`.
 
     Returns:
@@ -234,10 +234,9 @@ def _fused(
     encoder, decoder, weight, _ = operands
     vocab = weight.shape[0] - len(durations)
     blank = check_vocab("weight", weight.shape[0], vocab, blank_token_id)
-    # The checks need only the shape and the device of the logits.
-    logits = encoder.new_empty((*encoder.shape[:2], decoder.shape[1], 0))
-    checked = Labels(logits, vocab, *labels)
-    check_penalties(options, logits)
+    nodes = (*encoder.shape[:2], decoder.shape[1])
+    checked = Labels(nodes, encoder.device, vocab, *labels)
+    check_penalties(options, nodes)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
     problem = Problem(
@@ -247,10 +246,8 @@ def _fused(
         *options,
         reduction_code,
         ACTIVATIONS.index(activation),
-        _number_that("dropout", dropout, "in [0, 1)", lambda p: 0 <= p < 1),
-        int(_number_that("max_tile_bytes", max_tile_bytes, "positive", lambda n: 0 < n < math.inf)),
-        _number_that("occupancy_threshold", occupancy_threshold, "at least 0", lambda g: g >= 0),
-        _number_that("tolerance", tolerance, "in [0, 1]", lambda nats: 0 <= nats <= 1),
+        _dropout(dropout),
+        *check_tiling(max_tile_bytes, occupancy_threshold, tolerance),
         _product_dtype(*operands),
     )
     seed = draw_seed() if dropout > 0 else None
@@ -258,10 +255,10 @@ def _fused(
     return (loss, stats) if return_stats else loss
 
 
-def _number_that(name: str, value: float, rule: str, holds: Callable[[float], bool]) -> float:
-    value = check_number(name, value)
-    if not holds(value):
-        raise ValueError(f"{name} must be {rule}, got {value}")
+def _dropout(value: float) -> float:
+    value = check_number("dropout", value)
+    if not 0 <= value < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {value}")
     return value
 
 

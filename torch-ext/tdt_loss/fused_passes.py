@@ -48,12 +48,9 @@ def _find_rows(
 ) -> tuple[int, Found]:
     """Fills the records; some samples at a time, so that what the search needs beside them stays small."""
     max_U1 = records.row_max.shape[2]
-    if not pays(joint, p, max_U1):
-        rows = ValidRows(inputs, extents)
-        return rows.valid, all_rows(joint, rows, inputs, p, records)
     rows = ValidRows(inputs, extents, BLOCK)
-    if rows.valid == 0:
-        return 0, all_rows(joint, rows, inputs, p, records)
+    if not pays(joint, p, rows.valid, max_U1):
+        return rows.valid, all_rows(joint, rows.unblocked(inputs), inputs, p, records)
     bounds = make_bounds(joint, rows, inputs, p)
     B, nodes = len(records.row_max), records.row_max[0].numel()
     together = max(1, NODES_AT_ONCE // nodes)

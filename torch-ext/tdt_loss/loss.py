@@ -32,10 +32,10 @@ def tdt_loss(
     sigma: float = 0.0,
     reduction: str = "mean",
     *,
+    delay_penalty: float = 0.0,
     omega: float = 0.0,
     fastemit_lambda: float = 0.0,
     clamp: float = 0.0,
-    delay_penalty: float = 0.0,
     zero_infinity: bool = False,
     return_occupancy: bool = False,
 ) -> Union[Tensor, tuple[Tensor, Occupancy]]:
@@ -66,6 +66,8 @@ def tdt_loss(
             ``"mean_volume"``: the sum over the sum of target lengths; ``"sum"``; ``"none"``. In the divisions a target length
             counts as at least 1, where transformers' ``tdt_loss`` divides an empty transcript by 0, and that of a malformed
             sample not at all.
+        delay_penalty: ``delay_penalty * ((T - 1) / 2 - t)`` nats are added to the label log-probabilities at frame t of a
+            sample with T frames: positive favours early labels (https://arxiv.org/abs/2211.00490). At most 1e4 either way.
         omega: in [0, 1], the weight of the RNN-T loss of the same token logits: ``(1 - omega) * TDT + omega * RNN-T``, with
             ``sigma`` in both. NeMo draws one of the two for each batch, RNN-T with probability omega; this is the
             expectation of that draw, with less variance.
@@ -74,8 +76,6 @@ def tdt_loss(
             does not change. NeMo also scales the cost that it reports, and leaves the gradient of the durations as it is.
         clamp: positive: each entry of a sample's gradient is held within [-clamp, clamp], before the upstream gradient and
             the reduction multiply, so that loss scaling does not change what it means. 0 or negative: off.
-        delay_penalty: ``delay_penalty * ((T - 1) / 2 - t)`` nats are added to the label log-probabilities at frame t of a
-            sample with T frames: positive favours early labels (https://arxiv.org/abs/2211.00490). At most 1e4 either way.
         zero_infinity: a sample without any alignment (too few frames) has loss +inf and gradient 0; this makes its loss 0.
             With 0 < omega, a sample needs an alignment in both lattices.
         return_occupancy: return the posterior probabilities of the TDT arcs as well.
@@ -119,7 +119,7 @@ def tdt_loss(
         clamp=clamp,
         zero_infinity=zero_infinity,
     )
-    labels = Labels(token_logits, vocab, targets, logit_lengths, target_lengths)
+    labels = Labels(token_logits.shape[:3], token_logits.device, vocab, targets, logit_lengths, target_lengths)
     report("tdt_loss", token_logits)
     return compute_loss(
         token_logits,
@@ -144,10 +144,10 @@ def tdt_loss_joint(
     sigma: float = 0.0,
     reduction: str = "mean",
     *,
+    delay_penalty: float = 0.0,
     omega: float = 0.0,
     fastemit_lambda: float = 0.0,
     clamp: float = 0.0,
-    delay_penalty: float = 0.0,
     zero_infinity: bool = False,
     return_occupancy: bool = False,
     inplace_grad: bool = False,
@@ -158,8 +158,8 @@ def tdt_loss_joint(
 
     Args:
         logits: (B, T, U+1, V + D), tokens first, then one column for each of the D durations.
-        targets, logit_lengths, target_lengths, blank_token_id, durations, sigma, reduction, omega, fastemit_lambda, clamp,
-            delay_penalty, zero_infinity, return_occupancy: as in :func:`tdt_loss`; the blank counts among the V tokens.
+        targets, logit_lengths, target_lengths, blank_token_id, durations, sigma, reduction, delay_penalty, omega,
+            fastemit_lambda, clamp, zero_infinity, return_occupancy: as in :func:`tdt_loss`; the blank counts among the V tokens.
         inplace_grad: write the gradient over the logits' storage in backward. The extra memory is then a few numbers per node
             instead of a second logits tensor; the logits are lost, and whoever else saved them for backward gets torch's
             error about in-place modification. Has no effect under ``torch.compile``, which plans memory itself, and under

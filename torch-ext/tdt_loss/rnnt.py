@@ -20,9 +20,9 @@ def rnnt_loss(
     reduction: str = "mean_volume",
     *,
     sigma: float = 0.0,
+    delay_penalty: float = 0.0,
     fastemit_lambda: float = 0.0,
     clamp: float = 0.0,
-    delay_penalty: float = 0.0,
     zero_infinity: bool = False,
     return_occupancy: bool = False,
     inplace_grad: bool = False,
@@ -47,12 +47,12 @@ def rnnt_loss(
             then the batch mean; ``"mean_batch"``: the batch mean; ``"sum"``; ``"none"``. In the divisions a target length
             counts as at least 1.
         sigma: logit under-normalisation in nats, subtracted from every token log-probability; at most 1e4 in size.
+        delay_penalty: ``delay_penalty * ((T - 1) / 2 - t)`` nats are added to the label log-probabilities at frame t of a
+            sample with T frames: positive favours early labels (https://arxiv.org/abs/2211.00490). At most 1e4 either way.
         fastemit_lambda: in [0, 1e4]; scales the gradient through every label arc by ``1 + fastemit_lambda``, so that labels
             come early (FastEmit, https://arxiv.org/abs/2010.11148). The returned loss does not change.
         clamp: positive: each entry of a sample's gradient is held within [-clamp, clamp], before the upstream gradient and
             the reduction multiply. 0 or negative: off.
-        delay_penalty: ``delay_penalty * ((T - 1) / 2 - t)`` nats are added to the label log-probabilities at frame t of a
-            sample with T frames: positive favours early labels (https://arxiv.org/abs/2211.00490). At most 1e4 either way.
         zero_infinity: a sample without any alignment (no frames) has loss +inf and gradient 0; this makes its loss 0.
         return_occupancy: return the posterior probability of every arc as well.
         inplace_grad: write the gradient over the logits' storage in backward, see :func:`tdt_loss_joint`.

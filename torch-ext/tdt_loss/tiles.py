@@ -9,6 +9,7 @@ A product of 16-bit operands is summed in float32, and stays float32 until it ha
 """
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
@@ -23,7 +24,7 @@ ACTIVATIONS = ("relu", "tanh")  # in the order of tdt_loss_common/joint.h
 _COLUMNS = 8  # of a tile come in multiples of it: at 8198 cuBLAS reaches 222 TFLOP/s, at 8200 531 (bfloat16, one H200)
 _LISTED = 1 << 20  # nodes at a time
 _ROWS = 128  # of a tile come in multiples of it, where it has that many: a block of a matrix product
-SUMMED_ROWS = 64  # rows whose columns the gradient of a tile adds up: TileGradient::kRows in tdt_loss_common/tile.h
+SUMMED_ROWS = 32  # rows whose columns the gradient of a tile adds up: TileGradient::kRows in tdt_loss_common/tile.h
 
 
 class Problem(NamedTuple):
@@ -90,14 +91,13 @@ class ValidRows:
             begin, end = end, end + -(-count // block) * block
             rows.append((end, begin, count, u + 1))
         self.valid, self.total = sum(count for _, _, count, _ in rows), end
-        self.blocks = [(end - begin) // block for end, begin, _, _ in rows]  # of each sample
-        table = torch.tensor([list(column) for column in zip(*rows)] or [[]] * 4, dtype=torch.int64, device="cpu")
-        self.table = table.to(inputs.encoder.device, non_blocking=True)
+        self._rows, self._device = rows, inputs.encoder.device
 
-    def sample_of_blocks(self) -> Tensor:
-        """The sample of each block, on the device."""
-        samples = [b for b, count in enumerate(self.blocks) for _ in range(count)]
-        return torch.tensor(samples, dtype=torch.int64, device="cpu").to(self.table.device, non_blocking=True)
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """RowTable of tdt_loss_common/band.h (4, B), on the device."""
+        columns = [list(column) for column in zip(*self._rows)] or [[]] * 4
+        return torch.tensor(columns, dtype=torch.int64, device="cpu").to(self._device, non_blocking=True)
 
     def unblocked(self, inputs: Inputs) -> "ValidRows":
         """The same rows one behind the other."""
@@ -105,7 +105,7 @@ class ValidRows:
 
     def nodes(self, first: int, count: int, step: int = 1) -> Tensor:
         """The node indices of so many rows, int32."""
-        nodes = torch.empty(count, dtype=torch.int32, device=self.table.device)
+        nodes = torch.empty(count, dtype=torch.int32, device=self._device)
         ops.list_rows_(nodes, self.table, first, step, self.max_T, self.max_U1)
         return nodes
 
@@ -220,9 +220,7 @@ def _padded(parameter: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """The parameter cast, with rows of zeros after its own: the logits there are 0, and nobody reads them."""
     if len(parameter) == rows:
         own = parameter.to(dtype).contiguous()
-        return (
-            own if own.data_ptr() % 16 == 0 else own.clone()
-        )  # a view may begin anywhere, and the kernels read vectors
+        return own if own.data_ptr() % 16 == 0 else own.clone()  # a view may begin anywhere; kernels read vectors
     out = parameter.new_zeros((rows, *parameter.shape[1:]), dtype=dtype)
     out[: len(parameter)] = parameter
     return out

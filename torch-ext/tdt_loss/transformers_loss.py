@@ -48,10 +48,10 @@ def parakeet_tdt_loss(
     reduction: str = "mean",
     *,
     num_items_in_batch: Tensor | int | None = None,
+    delay_penalty: float = 0.0,
     omega: float = 0.0,
     fastemit_lambda: float = 0.0,
     clamp: float = 0.0,
-    delay_penalty: float = 0.0,
     zero_infinity: bool = False,
     **kwargs,
 ) -> Tensor:
@@ -67,8 +67,8 @@ def parakeet_tdt_loss(
     the count: ``trainer.model_accepts_loss_kwargs = False`` makes the Trainer average the batches instead of adding them up.
 
     Args:
-        token_logits, duration_logits, logit_lengths, blank_token_id, durations, sigma, omega, fastemit_lambda, clamp,
-            delay_penalty, zero_infinity: as in :func:`tdt_loss`. Logits of a batch without any label may lack dimension 2, which
+        token_logits, duration_logits, logit_lengths, blank_token_id, durations, sigma, delay_penalty, omega,
+            fastemit_lambda, clamp, zero_infinity: as in :func:`tdt_loss`. Logits of a batch without any label may lack dimension 2, which
             the model squeezes.
         labels: (B, U), padded with the model's ``pad_token_id`` or with -100.
         label_lengths: (B,) as the model counts them, every label that is not ``pad_token_id``; -100 does not count here.
@@ -105,10 +105,10 @@ def parakeet_tdt_loss(
             durations,
             sigma,
             reduction,
+            delay_penalty=delay_penalty,
             omega=omega,
             fastemit_lambda=fastemit_lambda,
             clamp=clamp,
-            delay_penalty=delay_penalty,
             zero_infinity=zero_infinity,
         ),
         labels,
@@ -128,9 +128,9 @@ def parakeet_rnnt_loss(
     *,
     num_items_in_batch: Tensor | int | None = None,
     sigma: float = 0.0,
+    delay_penalty: float = 0.0,
     fastemit_lambda: float = 0.0,
     clamp: float = 0.0,
-    delay_penalty: float = 0.0,
     zero_infinity: bool = False,
     **kwargs,
 ) -> Tensor:
@@ -140,7 +140,7 @@ def parakeet_rnnt_loss(
     :func:`parakeet_tdt_loss` says about options and gradient accumulation holds; ``"mean_volume"`` is the default here.
 
     Args:
-        logits, logit_lengths, blank_token_id, sigma, fastemit_lambda, clamp, delay_penalty, zero_infinity: as in :func:`rnnt_loss`.
+        logits, logit_lengths, blank_token_id, sigma, delay_penalty, fastemit_lambda, clamp, zero_infinity: as in :func:`rnnt_loss`.
             Logits of a batch without any label may lack dimension 2, which the model squeezes.
         labels: (B, U), padded with the model's ``blank_token_id`` or with -100.
         label_lengths: (B,) as the model counts them, every label that is not ``blank_token_id``; -100 does not count here.
@@ -169,9 +169,9 @@ def parakeet_rnnt_loss(
             blank_token_id,
             reduction,
             sigma=sigma,
+            delay_penalty=delay_penalty,
             fastemit_lambda=fastemit_lambda,
             clamp=clamp,
-            delay_penalty=delay_penalty,
             zero_infinity=zero_infinity,
         ),
         labels,

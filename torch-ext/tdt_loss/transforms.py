@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._ops import ops
-from .autograd import NO_DOUBLE_BACKWARD, LossArguments
+from .arguments import LossArguments
+from .autograd import NO_DOUBLE_BACKWARD
 from .fakes import allocate_loss, call, fake_gradient
 
 

@@ -35,7 +35,7 @@ def use_fused_loss(model: nn.Module, **options: Any) -> None:
 
     Args:
         model: the model, or a module that holds exactly one.
-        options: ``reduction``, ``sigma``, ``fastemit_lambda``, ``clamp``, ``delay_penalty``, ``zero_infinity``,
+        options: ``reduction``, ``sigma``, ``delay_penalty``, ``fastemit_lambda``, ``clamp``, ``zero_infinity``,
             ``max_tile_bytes``, ``occupancy_threshold``, ``tolerance`` and, for TDT, ``omega``: as in
             :func:`tdt_loss_fused_joint` and :func:`rnnt_loss_fused_joint`. The defaults are the model's own: reduction ``"mean"`` for ``ParakeetForTDT``,
             ``"mean_volume"`` for the others in transformers; all that ``model.cfg`` says in NeMo.
@@ -63,7 +63,7 @@ def use_loss(model: nn.Module, **options: Any) -> None:
 
     Args:
         model: the model, or a module that holds exactly one.
-        options: ``reduction``, ``sigma``, ``fastemit_lambda``, ``clamp``, ``delay_penalty``, ``zero_infinity`` and, for TDT,
+        options: ``reduction``, ``sigma``, ``delay_penalty``, ``fastemit_lambda``, ``clamp``, ``zero_infinity`` and, for TDT,
             ``omega``: as in :func:`tdt_loss` and :func:`rnnt_loss`; defaults as in :func:`use_fused_loss`.
 
     Raises:

@@ -15,13 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checks import Options, check_number, check_reduction
+from ..checks import Options, check_reduction, check_tiling
 from ..report import report
 from .heads import Head
 
 FUSED_OPTIONS = ("max_tile_bytes", "occupancy_threshold", "tolerance")
-_LOSS_OPTIONS = {"sigma": 0.0, "fastemit_lambda": 0.0, "clamp": 0.0, "delay_penalty": 0.0, "zero_infinity": False}
-_VALUES = (*_LOSS_OPTIONS, "omega")
 SETTINGS = "_tdt_loss_settings"  # the attribute of a patched module; without it the module does as it did before
 
 
@@ -177,16 +175,12 @@ def checked_options(call: str, options: dict[str, Any], tdt: bool, fused: bool) 
         tdt: whether the loss is TDT, else RNN-T.
         fused: whether the options of the fused losses are among them.
     """
-    allowed = ("reduction", *_LOSS_OPTIONS, *(("omega",) if tdt else ()), *(FUSED_OPTIONS if fused else ()))
+    of_loss = [name for name in Options._fields if tdt or name != "omega"]
+    allowed = ("reduction", *of_loss, *(FUSED_OPTIONS if fused else ()))
     for name in options:
         if name not in allowed:
             raise TypeError(f"{call} got an unknown option {name!r}; there are {', '.join(allowed)}")
     check_reduction(options.get("reduction", "none"))
-    Options.checked(**{**_LOSS_OPTIONS, **{name: value for name, value in options.items() if name in _VALUES}})
-    if not check_number("max_tile_bytes", options.get("max_tile_bytes", 1)) > 0:
-        raise ValueError(f"max_tile_bytes must be positive, got {options['max_tile_bytes']}")
-    if not check_number("occupancy_threshold", options.get("occupancy_threshold", 0.0)) >= 0:
-        raise ValueError(f"occupancy_threshold must be at least 0, got {options['occupancy_threshold']}")
-    if not 0 <= check_number("tolerance", options.get("tolerance", 0.0)) <= 1:
-        raise ValueError(f"tolerance must be in [0, 1], got {options['tolerance']}")
+    Options.checked(**{name: value for name, value in options.items() if name in of_loss})
+    check_tiling(options.get("max_tile_bytes", 1), options.get("occupancy_threshold", 0.0), options.get("tolerance", 0.0))
     return dict(options)

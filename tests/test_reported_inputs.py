@@ -1,77 +1,18 @@
-"""Inputs from people's reports about transducer and CTC losses, by number, and exact values. Logits are zero unless said."""
+"""Inputs from people's reports about transducer and CTC losses. Logits are zero unless said."""
 
 from itertools import product
 from math import inf
 
 import pytest
 import torch
-from conftest import (
-    Outcome,
-    assert_grads_match,
-    assert_losses_match,
-    assert_matches,
-    loss_and_grads,
-    make_batch,
-    peak_extra_bytes,
-    same_bits,
-)
-from known_values import DURATIONS_0_1, loss_of_durations_0_1, loss_of_durations_1, loss_without_labels
-
-
-def zero_batch(**arguments):
-    return make_batch(**{"scale": 0.0, "durations": (0, 1), "V": 5, **arguments})
-
-
-def assert_same_bits(outcome, expected, samples=slice(None)):
-    for name in ("losses", "grad_tokens", "grad_durations"):
-        assert same_bits(getattr(outcome, name)[samples], getattr(expected, name)[samples]), name
-
-
-# Exact values
-
-
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("T, U, V, sigma", [(5, 2, 7, 0.05), (4, 4, 7, 0.0), (9, 8, 3, 0.0)])
-def test_exact_value_of_durations_1(kernel, device, T, U, V, sigma):
-    losses = loss_and_grads(kernel, zero_batch(T=T, U=U, V=V, durations=(1,), sigma=sigma, device=device)).losses
-    assert losses.item() == pytest.approx(loss_of_durations_1(T, U, V, sigma), rel=1e-6)
-    assert (T, U) != (5, 2) or losses.item() == pytest.approx(8.187791, rel=1e-6)
-
-
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("T, U, V, sigma, value", DURATIONS_0_1)
-def test_exact_value_of_durations_0_1(kernel, device, T, U, V, sigma, value):
-    losses = loss_and_grads(kernel, zero_batch(T=T, U=U, V=V, sigma=sigma, device=device)).losses
-    assert losses.item() == pytest.approx(loss_of_durations_0_1(T, U, V, sigma), rel=1e-6)
-    assert losses.item() == pytest.approx(value, rel=1e-6)
-
-
-@pytest.mark.parametrize("T", [1, 2, 3, 4])
-def test_exact_value_without_labels(kernel, device, T):
-    losses = loss_and_grads(kernel, zero_batch(T=T, U=0, durations=range(5), device=device)).losses
-    assert losses.item() == pytest.approx(loss_without_labels(T, 5, 5), rel=1e-6)
-    assert T != 4 or losses.item() == pytest.approx(3.101214, rel=1e-6)
-
-
-@pytest.mark.kernels_ci
-def test_exact_gradient(kernel, device, api):
-    batch = zero_batch(T=2, U=1, V=4, device=device)
-    outcome = loss_and_grads(kernel, batch.replace(targets=torch.ones_like(batch.targets)), api)
-    assert outcome.losses.item() == pytest.approx(3.935740, rel=1e-6)
-    grad_tokens = [
-        [[0.15, -0.65, 0.25, 0.25], [-0.075, 0.025, 0.025, 0.025]],
-        [[0.025, -0.075, 0.025, 0.025], [-0.75, 0.25, 0.25, 0.25]],
-    ]
-    grad_durations = [[[0.4, -0.4], [0.05, -0.05]], [[-0.05, 0.05], [0.5, -0.5]]]
-    torch.testing.assert_close(outcome.grad_tokens[0].cpu(), torch.tensor(grad_tokens), rtol=0, atol=1e-6)
-    torch.testing.assert_close(outcome.grad_durations[0].cpu(), torch.tensor(grad_durations), rtol=0, atol=1e-6)
-
-
-# Cases
+from support.batches import make_batch, zero_batch
+from support.calls import Outcome, loss_and_grads
+from support.comparisons import assert_grads_match, assert_losses_match, assert_matches, assert_same_bits, same_bits
+from support.memory import peak_extra_bytes
 
 
 @pytest.mark.parametrize("T, U, V, value", [(6, 1100, 8, 3022.096986), (64, 1030, 4, 1901.925856)])
-def test_case_01_more_labels_than_threads(kernel, device, T, U, V, value):
+def test_more_labels_than_threads(kernel, device, T, U, V, value):
     batch = zero_batch(T=T, U=U, V=V, device=device)
     outcome = loss_and_grads(kernel, batch)
     assert outcome.losses.item() == pytest.approx(value, rel=1e-6)
@@ -80,14 +21,14 @@ def test_case_01_more_labels_than_threads(kernel, device, T, U, V, value):
 
 
 @pytest.mark.parametrize("U", [255, 256, 257, 639, 2047, 2049])
-def test_case_01_labels_around_a_block(kernel, device, U):
+def test_labels_around_a_block(kernel, device, U):
     batch = make_batch(T=4, U=U, V=5, durations=(0, 1, 2), device=device)
     assert_matches(loss_and_grads(kernel, batch), batch)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("durations, value", [((1,), 1989.632586), ((0, 1), 2167.068064)])
-def test_case_02_over_2_to_the_31_elements(kernel, durations, value):
+def test_over_2_to_the_31_elements(kernel, durations, value):
     B, T, U, V = 33, 256, 63, 4096
     logits = torch.zeros(B, T, U + 1, V + len(durations), dtype=torch.float16, device="cuda", requires_grad=True)
     assert logits.numel() > 2**31
@@ -101,7 +42,7 @@ def test_case_02_over_2_to_the_31_elements(kernel, durations, value):
 
 
 @pytest.mark.kernels_ci
-def test_case_03_tensor_larger_than_every_sample(kernel, device, api):
+def test_a_tensor_larger_than_every_sample(kernel, device, api):
     batch = zero_batch(B=2, T=8, U=3, logit_lengths=[4, 3], target_lengths=[2, 1], device=device)
     outcome = loss_and_grads(kernel, batch, api)
     torch.testing.assert_close(outcome.losses.cpu(), torch.tensor([7.751725, 6.074846]), rtol=1e-6, atol=0)
@@ -112,7 +53,7 @@ def test_case_03_tensor_larger_than_every_sample(kernel, device, api):
 
 
 @pytest.mark.parametrize("padded", [-100, -1, 5, 12, 2**31 - 1])
-def test_case_04_padded_labels(kernel, device, api, padded):
+def test_padded_labels(kernel, device, api, padded):
     batch = make_batch(B=2, T=6, U=3, V=5, target_lengths=[1, 2], device=device)
     clean = loss_and_grads(kernel, batch, api)
     batch.targets[0, 1:], batch.targets[1, 2:] = padded, padded
@@ -120,7 +61,7 @@ def test_case_04_padded_labels(kernel, device, api, padded):
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, inf, 1e30])
-def test_case_05_garbage_in_padding_nodes(kernel, device, api, garbage):
+def test_garbage_in_padding_nodes(kernel, device, api, garbage):
     batch = make_batch(B=2, T=8, U=3, logit_lengths=[4, 3], target_lengths=[2, 1], device=device)
     clean = loss_and_grads(kernel, batch, api)
     for logits in (batch.token_logits, batch.duration_logits):
@@ -130,7 +71,7 @@ def test_case_05_garbage_in_padding_nodes(kernel, device, api, garbage):
     assert (outcome.grad_tokens[~batch.valid] == 0).all() and (outcome.grad_durations[~batch.valid] == 0).all()
 
 
-def test_case_06_empty_transcripts(kernel, device, api):
+def test_empty_transcripts(kernel, device, api):
     nothing = zero_batch(B=2, T=4, U=0, device=device)
     assert nothing.targets.shape == (2, 0)
     outcome = loss_and_grads(kernel, nothing, api)
@@ -142,7 +83,7 @@ def test_case_06_empty_transcripts(kernel, device, api):
     assert_grads_match(outcome, batch)
 
 
-def test_case_07_zero_frames(kernel, device, api):
+def test_zero_frames(kernel, device, api):
     batch = zero_batch(B=2, T=4, U=2, device=device)
     unhurt = loss_and_grads(kernel, batch, api)
     outcome = loss_and_grads(kernel, batch.replace(logit_lengths=torch.tensor([0, 4], device=device)), api)
@@ -154,7 +95,7 @@ def test_case_07_zero_frames(kernel, device, api):
 
 
 @pytest.mark.kernels_ci
-def test_case_08_too_few_frames(kernel, device, api):
+def test_too_few_frames(kernel, device, api):
     infeasible = loss_and_grads(kernel, zero_batch(T=3, U=3, durations=(1,), device=device), api)
     assert infeasible.losses.item() == inf
     assert (infeasible.grad_tokens == 0).all() and (infeasible.grad_durations == 0).all()
@@ -164,7 +105,7 @@ def test_case_08_too_few_frames(kernel, device, api):
     assert_grads_match(outcome, twin)
 
 
-def test_case_08_others_in_the_batch(kernel, device, api):
+def test_too_few_frames_leave_the_others_in_the_batch_alone(kernel, device, api):
     batch = make_batch(B=3, T=5, U=3, durations=(1,), device=device)
     unhurt = loss_and_grads(kernel, batch, api)
     too_short = batch.replace(logit_lengths=torch.tensor([5, 3, 5], device=device))
@@ -177,7 +118,7 @@ def test_case_08_others_in_the_batch(kernel, device, api):
     )
 
 
-def test_case_09_durations_without_zero(kernel, device, api):
+def test_durations_without_zero(kernel, device, api):
     batch = zero_batch(T=3, U=1, durations=(1, 2), device=device)
     outcome = loss_and_grads(kernel, batch, api)
     assert outcome.losses.item() == pytest.approx(3.816713, rel=1e-6)
@@ -189,7 +130,7 @@ def test_case_09_durations_without_zero(kernel, device, api):
     "durations, T, U, V, value",
     [((2, 4), 5, 0, 5, inf), ((2, 4), 6, 1, 4, 3.347953), ((0, 4), 3, 0, 5, inf), ((0, 4), 4, 3, 16, 13.862944)],
 )
-def test_case_09_durations_with_gaps(kernel, device, durations, T, U, V, value):
+def test_durations_with_gaps(kernel, device, durations, T, U, V, value):
     batch = zero_batch(T=T, U=U, V=V, durations=durations, device=device)
     outcome = loss_and_grads(kernel, batch)
     assert outcome.losses.item() == pytest.approx(value, rel=1e-6)
@@ -197,7 +138,7 @@ def test_case_09_durations_with_gaps(kernel, device, durations, T, U, V, value):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_case_10_half_logits(kernel, device, api, dtype):
+def test_logits_of_16_bits(kernel, device, api, dtype):
     batch = make_batch(B=3, T=9, U=4, V=65, dtype=dtype, target_lengths=[4, 2, 3], scale=2.0, device=device)
     outcome = loss_and_grads(kernel, batch, api)
     assert outcome.losses.dtype == torch.float32 and outcome.grad_tokens.dtype == dtype
@@ -205,7 +146,7 @@ def test_case_10_half_logits(kernel, device, api, dtype):
     assert_matches(outcome, batch)
 
 
-def test_case_11_long_and_wide(kernel, device):
+def test_long_and_wide(kernel, device):
     batch = make_batch(T=1500, U=400, V=32, durations=(0, 1, 2, 3, 4), scale=4.0, device=device)
     outcome = loss_and_grads(kernel, batch)
     assert_losses_match(outcome.losses, batch)
@@ -213,7 +154,7 @@ def test_case_11_long_and_wide(kernel, device):
 
 
 @pytest.mark.parametrize("V", [65, pytest.param(1025, marks=pytest.mark.cuda)])
-def test_case_11_long_and_wide_in_bfloat16(kernel, device, V):
+def test_long_and_wide_in_bfloat16(kernel, device, V):
     if V == 1025 and device == "cpu":
         pytest.skip("250 million logits: on the GPU only")
     batch = make_batch(T=800, U=300, V=V, durations=(0, 1, 2, 3, 4), dtype=torch.bfloat16, device=device)
@@ -222,12 +163,12 @@ def test_case_11_long_and_wide_in_bfloat16(kernel, device, V):
     assert_grads_match(outcome, batch, atol=1e-5)
 
 
-def test_case_12_many_frames_and_no_label(kernel, device):
+def test_many_frames_and_no_label(kernel, device):
     losses = loss_and_grads(kernel, zero_batch(T=4000, U=0, V=1000, durations=(1,), device=device)).losses
     assert losses.item() == pytest.approx(27631.0211, rel=1e-6)
 
 
-def test_case_13_layouts(kernel, device):
+def test_layouts(kernel, device):
     batch = make_batch(B=3, T=6, U=3, V=13, device=device)
     expected = loss_and_grads(kernel, batch)
 
@@ -249,7 +190,7 @@ def test_case_13_layouts(kernel, device):
     torch.testing.assert_close(kernel.tdt_loss(*same.args), kernel.tdt_loss(*alike.args), rtol=1e-6, atol=0)
 
 
-def test_case_13_no_hidden_copy(kernel, device):
+def test_no_hidden_copy(kernel, device):
     batch = make_batch(B=2, T=24, U=7, V=2048, device=device)
     permuted = batch.token_logits.transpose(0, 1).contiguous().transpose(0, 1)
     halved = torch.zeros(2, 48, 8, 2048, device=device)[:, ::2]
@@ -259,7 +200,7 @@ def test_case_13_no_hidden_copy(kernel, device):
         assert extra < batch.token_logits.numel()  # a quarter of a copy
 
 
-def test_case_14_weights_scales_and_strides_of_the_upstream_gradient(kernel, device, api):
+def test_weights_scales_and_strides_of_the_upstream_gradient(kernel, device, api):
     batch = make_batch(B=2, T=6, U=3, device=device)
     for weights in (torch.tensor([0.5, -2.0]), torch.tensor(3.0).expand(2)):
         assert_grads_match(loss_and_grads(kernel, batch, api, upstream=weights.to(device)), batch, weights)
@@ -277,7 +218,7 @@ def test_case_14_weights_scales_and_strides_of_the_upstream_gradient(kernel, dev
 @pytest.mark.parametrize(
     "reduction, value", [("sum", 13.826572), ("mean", 4.975354), ("mean_batch", 6.913286), ("mean_volume", 4.608857)]
 )
-def test_case_15_reductions(kernel, device, api, reduction, value):
+def test_reductions(kernel, device, api, reduction, value):
     batch = zero_batch(B=2, T=8, U=3, logit_lengths=[4, 3], target_lengths=[2, 1], device=device)
     assert loss_and_grads(kernel, batch, api, reduction=reduction).losses.item() == pytest.approx(value, rel=1e-6)
 
@@ -286,7 +227,7 @@ INTEGERS = list(product([torch.int32, torch.int64], repeat=3))
 
 
 @pytest.mark.parametrize("dtypes", INTEGERS, ids=lambda dtypes: "-".join(str(dtype)[6:] for dtype in dtypes))
-def test_case_16_integer_dtypes(kernel, device, dtypes):
+def test_integer_dtypes(kernel, device, dtypes):
     batch = make_batch(B=2, T=6, U=3, logit_lengths=[6, 4], target_lengths=[3, 2], device=device)
     names = ("targets", "logit_lengths", "target_lengths")
     mixed = batch.replace(**{name: getattr(batch, name).to(dtype) for name, dtype in zip(names, dtypes)})
@@ -295,14 +236,14 @@ def test_case_16_integer_dtypes(kernel, device, dtypes):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("devices", list(product(["cpu", "cuda"], repeat=3)), ids="-".join)
-def test_case_16_lengths_and_targets_on_either_device(kernel, api, devices):
+def test_lengths_and_targets_on_either_device(kernel, api, devices):
     batch = make_batch(B=2, T=6, U=3, logit_lengths=[6, 4], target_lengths=[3, 2], device="cuda")
     names = ("targets", "logit_lengths", "target_lengths")
     mixed = batch.replace(**{name: getattr(batch, name).to(where) for name, where in zip(names, devices)})
     assert_same_bits(loss_and_grads(kernel, mixed, api), loss_and_grads(kernel, batch, api))
 
 
-def test_case_17_one_nan(kernel, device, api):
+def test_a_nan_spoils_its_own_sample_alone(kernel, device, api):
     batch = make_batch(B=3, T=6, U=3, device=device)
     clean = loss_and_grads(kernel, batch, api)
     batch.token_logits[1, 3, 2, 4] = torch.nan
@@ -311,7 +252,7 @@ def test_case_17_one_nan(kernel, device, api):
     assert_same_bits(outcome, clean, samples=[0, 2])
 
 
-def test_case_18_evaluation_and_partial_gradients(kernel, device):
+def test_evaluation_and_partial_gradients(kernel, device):
     batch = make_batch(B=2, T=30, U=10, V=1021, durations=(0, 1, 2, 3, 4), device=device)
     token_logits, duration_logits = batch.token_logits.requires_grad_(), batch.duration_logits
     with torch.no_grad():
@@ -322,7 +263,7 @@ def test_case_18_evaluation_and_partial_gradients(kernel, device):
     assert duration_logits.grad is None
 
 
-def test_case_19_the_same_call_twenty_times(kernel, device, api):
+def test_the_same_call_twenty_times(kernel, device, api):
     # Side stream and second GPU: test_cuda.py.
     batch = make_batch(B=3, T=20, U=9, V=33, durations=(0, 1, 2, 3, 4), target_lengths=[9, 4, 1], device=device)
     first = loss_and_grads(kernel, batch, api)

@@ -1,39 +1,31 @@
-// The ops of the package as functions, once for both backends: each checks its arguments, allocates its outputs, and
-// lets the backend compute. Schemas: torch_binding.cpp. Layouts of node_lp, ll and alpha_beta: tdt_loss_common.
+// The ops of the losses and their gradients as functions, once for both backends: each checks its arguments, allocates
+// its outputs, and lets the backend compute. Schemas: torch_binding.cpp. Layouts of node_lp, ll and alpha_beta:
+// tdt_loss_common.
 #pragma once
 
 #include <tuple>
 
 #include "../tdt_loss_common/backend.h"
+#include "../tdt_loss_common/checks.h"
 
 namespace tdt {
 
-template <typename Acc>
-const Acc* const_data(const Tensor& t) {
-  return static_cast<const Acc*>(t.const_data_ptr());
+template <typename S>
+Rows<S> rows_of(const Tensor& t, int64_t column = 0) {
+  S* data = static_cast<S*>(t.data_ptr()) + column;
+  if (t.dim() == 2) return {data, t.stride(0), 0, 0, 0};  // a tile
+  return {data, 0, t.stride(0), t.stride(1), t.stride(2)};
 }
-template <typename Acc>
-Acc* mutable_data(const Tensor& t) {
-  return static_cast<Acc*>(t.mutable_data_ptr());
+
+template <typename S>
+LogitRows<S> logit_rows(const Tensor& logits, const OptionalTensor& duration_logits, int64_t V) {
+  if (duration_logits) return {rows_of<S>(logits), rows_of<S>(*duration_logits), Layout::kApart};
+  return {rows_of<S>(logits), rows_of<S>(logits, V), Layout::kJoint};
 }
 
 template <typename Acc>
 NodeRecords<Acc> node_records(const Tensor& node_lp, const Tensor& row_max) {
   return {mutable_data<Acc>(node_lp), mutable_data<Acc>(row_max)};
-}
-
-// Calls f with a zero of the C++ type of log-probabilities and losses.
-template <typename F>
-void dispatch_accumulate(ScalarType type, F&& f) {
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double,
-                  "log-probabilities and losses must be float32 or float64");
-  type == ScalarType::Double ? f(double{}) : f(float{});
-}
-
-// How many lattices the loss mixes: TDT and RNN-T, or one.
-inline int lattices_of(const Arcs& arcs, double omega) {
-  STD_TORCH_CHECK(omega >= 0 && omega <= 1, "omega must be in [0, 1], got ", omega);
-  return omega > 0 && !arcs.rnnt ? 2 : 1;
 }
 
 // eq. 1-3 of every node: node_lp (B, T, U1, record_size(D)) and row_max (B, T, U1).
@@ -51,14 +43,15 @@ std::tuple<Tensor, Tensor> log_probs(const Tensor& logits, const OptionalTensor&
   if (batch.nodes() == 0) return {node_lp, row_max};
   dispatch_logits(logits.scalar_type(), [&](auto zero) {
     using S = decltype(zero);
-    Backend::log_probs(logits, batch, {batch.nodes(), nullptr}, logit_rows<S>(logits, duration_logits, V),
-                       node_records<accumulate_t<S>>(node_lp, row_max),
-                       {static_cast<int>(blank), sigma, delay_penalty});
+    Backend::log_probs(
+        logits, LogProbsTask<S>{batch, NodeList{batch.nodes(), nullptr}, logit_rows<S>(logits, duration_logits, V),
+                                node_records<accumulate_t<S>>(node_lp, row_max),
+                                Emission{static_cast<int>(blank), sigma, delay_penalty}});
   });
   return {node_lp, row_max};
 }
 
-// eq. 4-5: ll (lattices, B), and where a gradient is wanted alpha_beta (lattices, 2, B, T, U1), else (0,).
+// eq. 4 and 5: ll (lattices, B), and where a gradient is wanted alpha_beta (lattices, 2, B, T, U1), else (0,).
 template <class Backend>
 std::tuple<Tensor, Tensor> lattice(const Tensor& node_lp, const Tensor& targets, const Tensor& logit_lengths,
                                    const Tensor& target_lengths, const DurationList& durations, int64_t vocab,
@@ -80,8 +73,8 @@ std::tuple<Tensor, Tensor> lattice(const Tensor& node_lp, const Tensor& targets,
   return {ll, alpha_beta};
 }
 
-// eq. 6 and the reduction: the losses (B,) and weights (0,); or their sum () and the weight (B,) of each. `like` has
-// the dtype that these get.
+// eq. 6, 11 and the reduction: the losses (B,) and weights (0,); or their sum () and the weight (B,) of each. `like`
+// has the dtype that these get.
 template <class Backend>
 std::tuple<Tensor, Tensor> reduce(const Tensor& ll, const Tensor& target_lengths, const Tensor& like, double omega,
                                   bool zero_infinity, int64_t reduction) {
@@ -104,8 +97,8 @@ std::tuple<Tensor, Tensor> reduce(const Tensor& ll, const Tensor& target_lengths
   dispatch_accumulate(type, [&](auto zero) {
     using Acc = decltype(zero);
     Acc* values = mutable_data<Acc>(loss);
-    Backend::template reduce<Acc>(ll, problem,
-                                  {each ? values : nullptr, each ? nullptr : values, mutable_data<Acc>(weights)});
+    Backend::reduce(ll, problem,
+                    Reduced<Acc>{each ? values : nullptr, each ? nullptr : values, mutable_data<Acc>(weights)});
   });
   return {loss, weights};
 }
@@ -135,7 +128,7 @@ struct GradientArguments {
   double omega, fastemit_lambda, clamp;
 };
 
-// eq. 7-9 of the listed nodes into `grad_logits` and `grad_durations`, laid out like the logits.
+// eq. 7-9 and 11-13 of the listed nodes into `grad_logits` and `grad_durations`, laid out like the logits.
 template <class Backend>
 void gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_durations, const Tensor& logits,
                    const OptionalTensor& duration_logits, const Batch& batch, const NodeList& list,
@@ -155,8 +148,9 @@ void gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_duratio
                                  a.weights.size(0) == 0 ? nullptr : const_data<Acc>(a.weights)};
     const auto shaping =
         Shaping<Acc>::of(static_cast<int>(a.blank), arcs, Mixture::of(lattices, a.omega), a.fastemit_lambda, a.clamp);
-    Backend::gradient(logits, batch, list, logit_rows<S>(logits, duration_logits, batch.V),
-                      logit_rows<S>(grad_logits, grad_durations, batch.V), saved, upstream, shaping);
+    Backend::gradient(logits,
+                      GradientTask<S>{batch, list, logit_rows<S>(logits, duration_logits, batch.V),
+                                      logit_rows<S>(grad_logits, grad_durations, batch.V), saved, upstream, shaping});
   });
 }
 
@@ -171,7 +165,7 @@ void dense_gradient_into(const Tensor& grad_logits, const OptionalTensor& grad_d
   gradient_into<Backend>(grad_logits, grad_durations, logits, duration_logits, batch, {batch.nodes(), nullptr}, a);
 }
 
-// Room for a gradient, with the strides of the logits. Where the elements of these overlap, torch may order the
+// An uninitialized gradient with the strides of the logits. Where the elements of these overlap, torch may order the
 // dimensions in another way; rows must stay dense.
 inline Tensor gradient_like(const Tensor& logits) {
   Tensor grad = torch::stable::empty_like(logits);

@@ -3,6 +3,7 @@
 from math import inf, sqrt
 
 import torch
+
 from support.lattices import TOLERANCE, band_constants, expected, fused, peaked
 
 TOLERANCES = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1)
