@@ -261,6 +261,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--fused", action="store_true", help="compute the loss without the joint network's logits")
+    parser.add_argument("--tolerance", type=float, help="of the fused loss, in nats (default: its own)")
     parser.add_argument("--speech", type=Path, default=HERE / "speech", help="folder of recordings and transcripts")
     parser.add_argument("--output", type=Path, default=OUTPUT / "loss.png", help="where the loss curve goes")
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="where the trained weights go")
@@ -282,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(args.seed)
     model = build_model(vocabulary).to(device)
     if args.fused:
-        kernel.use_fused_loss(model)
+        kernel.use_fused_loss(model, **({} if args.tolerance is None else {"tolerance": args.tolerance}))
     else:
         model.loss_function = kernel.parakeet_tdt_loss
 

@@ -220,6 +220,8 @@ def test_unknown_options_and_values_are_refused_when_patching(kernel, use):
     else:
         with pytest.raises(ValueError, match="max_tile_bytes must be positive"):
             patch(model, max_tile_bytes=0)
+        with pytest.raises(ValueError, match=r"tolerance must be in \[0, 1\], got 2"):
+            patch(model, tolerance=2)
     assert "_tdt_loss_settings" not in vars(model)
     rnnt = make_transducer("ParakeetForRNNT")
     with pytest.raises(TypeError, match="unknown option 'omega'"):

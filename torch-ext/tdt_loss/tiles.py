@@ -219,7 +219,8 @@ def _copies(x: Tensor) -> bool:
 def _padded(parameter: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """The parameter cast, with rows of zeros after its own: the logits there are 0, and nobody reads them."""
     if len(parameter) == rows:
-        return parameter.to(dtype).contiguous()
+        own = parameter.to(dtype).contiguous()
+        return own if own.data_ptr() % 16 == 0 else own.clone()  # a view may begin anywhere; kernels read vectors
     out = parameter.new_zeros((rows, *parameter.shape[1:]), dtype=dtype)
     out[: len(parameter)] = parameter
     return out

@@ -9,6 +9,7 @@ from support.comparisons import assert_close
 from support.fused import NAMES, dropout_factors, expected, logits_of, make_problem
 from support.fuzzing.draws import Draw, draw_durations, draw_lengths, draw_sizes, within_budget
 from support.fuzzing.logits import draw_layout
+from support.fuzzing.tolerance import check_tolerance
 from support.tolerances import TOLERANCE
 
 
@@ -55,6 +56,7 @@ def check_fused(kernel, draw: Draw, function: str, device: str) -> str:
             [1 if problem.nodes < 200 else 1 << 14, problem.tile_bytes * draw.randint(8, 60), 1 << 20]
         ),
         "zero_infinity": draw.maybe(0.2),
+        "tolerance": 0.0,  # tolerance.py draws others
     }
     changes = [draw_layout(draw, dims, False) for dims in (3, 3, 2, 1)]
     laid_out = problem.replace(
@@ -79,6 +81,10 @@ def check_fused(kernel, draw: Draw, function: str, device: str) -> str:
                 kernel, dropout, drawn, B=B, T=T, U1=U + 1, H=H, dtype=torch.float64, device=device
             ).cpu()
         compare_fused(kernel, problem, outcome, upstream, factors, extra)
+        del extra["tolerance"]
+        upstream = upstream.to(device, _sum_dtype(dtype))
+        call = {"dropout": dropout, "factors": factors, "seed": seed, **extra}
+        text += f" {check_tolerance(kernel, draw, problem, upstream, **call)}"
     except Exception as error:
         raise AssertionError(f"{type(error).__name__}: {error}\n{text}") from error
     return text

@@ -36,9 +36,10 @@ def use_fused_loss(model: nn.Module, **options: Any) -> None:
     Args:
         model: the model, or a module that holds exactly one.
         options: ``reduction``, ``sigma``, ``delay_penalty``, ``fastemit_lambda``, ``clamp``, ``zero_infinity``,
-            ``max_tile_bytes``, ``occupancy_threshold`` and, for TDT, ``omega``: as in :func:`tdt_loss_fused_joint` and
-            :func:`rnnt_loss_fused_joint`. The defaults are the model's own: reduction ``"mean"`` for ``ParakeetForTDT``,
-            ``"mean_volume"`` for the others in transformers; all that ``model.cfg`` says in NeMo.
+            ``max_tile_bytes``, ``occupancy_threshold``, ``tolerance`` and, for TDT, ``omega``: as in
+            :func:`tdt_loss_fused_joint` and :func:`rnnt_loss_fused_joint`. The defaults are the model's own: reduction
+            ``"mean"`` for ``ParakeetForTDT``, ``"mean_volume"`` for the others in transformers; all that ``model.cfg``
+            says in NeMo.
 
     Raises:
         TypeError: the model is none of those above, an option is unknown or of the wrong type.

@@ -19,7 +19,7 @@ from ..checks import Options, check_reduction, check_tiling
 from ..report import report
 from .heads import Head
 
-FUSED_OPTIONS = ("max_tile_bytes", "occupancy_threshold")
+FUSED_OPTIONS = ("max_tile_bytes", "occupancy_threshold", "tolerance")
 SETTINGS = "_tdt_loss_settings"  # the attribute of a patched module; without it the module does as it did before
 
 
