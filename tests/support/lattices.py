@@ -27,7 +27,7 @@ __all__ = [
 
 # Few frequent tokens and groups, so that narrow rows pay off with small vocabularies too, and no share of the rows at which
 # the band is given up: the guarantee must hold without the help of either.
-SMALL_BAND = {"_FREQUENT": 6, "_GROUPS": 3, "_MOST": 2.0}
+SMALL_BAND = {"_FREQUENT": 6, "_GROUPS": 3, "_MOST": 2.0, "LEAST_OPERATIONS": 0}
 
 
 def fused(kernel, problem, **options):

@@ -16,7 +16,7 @@ def check_tolerance(kernel, draw, problem, upstream, *, dropout, factors, seed, 
     at most, so those of a sample by 2 (T + U) rho, and the ones left out by no more than half of `dropped_mass`."""
     tolerance = draw.choice(TOLERANCES)
     constants = {"_FREQUENT": draw.choice([2, 8, 128]), "_GROUPS": draw.choice([1, 3, 8])}
-    constants |= {"_MOST": draw.choice([0.6, 2.0]), "_PILOTS": draw.choice([1, 5, 1024])}
+    constants |= {"_MOST": draw.choice([0.6, 2.0]), "_PILOTS": draw.choice([1, 5, 1024]), "LEAST_OPERATIONS": 0}
     trained = draw.maybe(0.5)
     if trained:
         problem = peaked(problem, draw.getrandbits(30), strength=draw.choice([0.2, 1.0, 2.0]))
