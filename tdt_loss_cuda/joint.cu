@@ -18,9 +18,7 @@ namespace {
 constexpr int kBlock = 256;
 constexpr int kWarps = kBlock / kWarp;
 constexpr int kRowsInFlight = 4;
-constexpr int kRowsPerWarp = 8;  // whose frames a warp looks at: few, so that a short tile still fills the GPU
-constexpr int kSmallTile =
-    16384;  // rows; of fewer, few warps have a sum, and more of them with fewer units each are faster
+constexpr int kRowsPerWarp = 8;     // whose frames a warp looks at: few, so that a short tile still fills the GPU
 constexpr int kSamplesAtOnce = 16;  // a tile of live rows spans a few samples, rarely more
 
 // The kSize hidden units of a thread: 16 bytes of them, or one where rows do not start at 16-byte boundaries.
@@ -44,18 +42,6 @@ struct Units<S, 1> {
   __device__ __forceinline__ accumulate_t<S> at(int) const { return widen(unit); }
   __device__ __forceinline__ static void store(S* p, const accumulate_t<S> (&x)[1]) { *p = narrow<S>(x[0]); }
 };
-
-// Two 16-bit units.
-template <typename S>
-struct TwoUnits {
-  unsigned bits;
-
-  __device__ __forceinline__ static TwoUnits load(const S* p) { return {__ldg(reinterpret_cast<const unsigned*>(p))}; }
-  __device__ __forceinline__ accumulate_t<S> at(int j) const { return widen(reinterpret_cast<const S*>(&bits)[j]); }
-};
-
-template <typename S, int kSize>
-using LoadedUnits = std::conditional_t<sizeof(S) == 2 && kSize == 2, TwoUnits<S>, Units<S, kSize>>;
 
 // x_j times the dropout factor of unit column + j.
 template <typename Acc, int kSize>
@@ -100,7 +86,7 @@ __device__ __forceinline__ void add_rows(const Joint<S>& joint, const S* d_hidde
   using Acc = accumulate_t<S>;
   const bool inside = column < joint.H;
   while (chosen != 0) {
-    LoadedUnits<S, kSize> d[kRowsInFlight], f[kRowsInFlight], g[kRowsInFlight];
+    Units<S, kSize> d[kRowsInFlight], f[kRowsInFlight], g[kRowsInFlight];
     int from[kRowsInFlight];
 #pragma unroll
     for (int k = 0; k < kRowsInFlight; ++k) {
@@ -111,9 +97,9 @@ __device__ __forceinline__ void add_rows(const Joint<S>& joint, const S* d_hidde
       chosen &= chosen - 1;
       if (from[k] < 0) continue;
       const Node at = joint.grid.node_at(from[k]);
-      d[k] = LoadedUnits<S, kSize>::load(d_hidden + row_k * joint.H + column);
-      f[k] = LoadedUnits<S, kSize>::load(joint.encoder + joint.encoder_row(at) + column);
-      g[k] = LoadedUnits<S, kSize>::load(joint.decoder + joint.decoder_row(at) + column);
+      d[k] = Units<S, kSize>::load(d_hidden + row_k * joint.H + column);
+      f[k] = Units<S, kSize>::load(joint.encoder + joint.encoder_row(at) + column);
+      g[k] = Units<S, kSize>::load(joint.decoder + joint.decoder_row(at) + column);
     }
 #pragma unroll
     for (int k = 0; k < kRowsInFlight; ++k) {
@@ -239,7 +225,7 @@ template <typename S>
 void Cuda::joint_hidden_backward(const Tensor& like, const Joint<S>& joint,
                                  const HiddenGradient<S, accumulate_t<S>>& p) {
   const cuda::LaunchScope scope(like);
-  const auto launch = [&](auto units) {
+  cuda::with_units(joint, {p.d_hidden, p.d_encoder, p.d_decoder}, [&](auto units) {
     constexpr int kSize = decltype(units)::value;
     const unsigned columns = cuda::blocks_for(joint.H, cuda::kWarp * kSize);
     if (p.d_encoder) {
@@ -251,10 +237,6 @@ void Cuda::joint_hidden_backward(const Tensor& like, const Joint<S>& joint,
                       std::min(joint.grid.B, cuda::kSamplesAtOnce));
       cuda::decoder_gradient_kernel<S, kSize><<<grid, cuda::kBlock, 0, scope.stream()>>>(joint, p);
     }
-  };
-  cuda::with_units(joint, {p.d_hidden, p.d_encoder, p.d_decoder}, [&](auto units) {
-    constexpr int kAtMost = decltype(units)::value, kFewer = sizeof(S) == 2 && kAtMost > 2 ? 2 : kAtMost;
-    p.rows < cuda::kSmallTile ? launch(std::integral_constant<int, kFewer>{}) : launch(units);
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
