@@ -250,35 +250,41 @@ def reason_against(training: Training, kernel, install: Callable) -> str:
     return ""
 
 
+@contextlib.contextmanager
+def guarded(training: Training, rows: dict[str, dict], name: str) -> Iterator[None]:
+    """With the memory of before given back; out of memory loses the row."""
+    release()
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:
+        rows[name] = {"ms": None, "lost": "out of memory"}
+        training.optimizer.zero_grad(set_to_none=True)
+
+
 def measure_batch(training: Training, kernel, losses: dict[str, Callable], samples: int, tiny: bool) -> dict[str, dict]:
     """The losses in turns. What does not fit is a lost row."""
     rows: dict[str, dict] = {name: {} for name in losses}
     times: dict[str, list[float]] = {name: [] for name in losses}
     batch = training.batch(samples)
     expected = None
+    for name, install in losses.items():  # before any step, which changes the weights
+        with guarded(training, rows, name), using(install, kernel, training.model):
+            value = training.value(batch)
+            expected = value if expected is None else expected
+            if not abs(value / expected - 1) < TOLERANCE:
+                rows[name] = {"ms": None, "lost": f"another loss: {value:.6g} for {expected:.6g}"}
     rounds, seconds = (1, 0.0) if tiny else (ROUNDS, TURN_SECONDS)
     for turn in range(rounds):
         for name, install in losses.items():
             if "lost" in rows[name]:
                 continue
-            release()
-            try:
-                with using(install, kernel, training.model):
-                    if turn == 0:
-                        value = training.value(batch)
-                        expected = value if expected is None else expected
-                        if not abs(value / expected - 1) < TOLERANCE:
-                            rows[name] = {"ms": None, "lost": f"another loss: {value:.6g} for {expected:.6g}"}
-                            continue
-                    times[name] += training.timed_steps(batch, seconds)
-                    if turn == rounds - 1:
-                        rows[name] |= {
-                            "peak_bytes": training.peak_bytes(batch),
-                            "ms_gpu_busy": training.busy_ms(batch),
-                        }
-            except torch.cuda.OutOfMemoryError:
-                rows[name] = {"ms": None, "lost": "out of memory"}
-                training.optimizer.zero_grad(set_to_none=True)
+            with guarded(training, rows, name), using(install, kernel, training.model):
+                times[name] += training.timed_steps(batch, seconds)
+                if turn == rounds - 1:
+                    rows[name] |= {
+                        "peak_bytes": training.peak_bytes(batch),
+                        "ms_gpu_busy": training.busy_ms(batch),
+                    }
     for name, row in rows.items():
         if "lost" not in row:
             row |= Times.of(times[name]).fields() | {"steps": len(times[name])}
