@@ -133,7 +133,7 @@ def fused_backward(
             if d_weight is not None:
                 multiply(d_logits.t(), hidden, d_weight, accumulate=True)
             if d_encoder is not None or d_decoder is not None:
-                d_hidden = torch.mm(d_logits, joint.weight, out=hidden)
+                d_hidden = joint.hidden_gradient(d_logits, out=hidden)
                 hidden_layer = (joint.encoder, joint.decoder, nodes, *joint.options)
                 ops.joint_hidden_backward_(d_encoder, d_decoder, d_hidden, *hidden_layer, live.row_of_node, first)
         grads = [None if s is None else s[: len(x)].to(x.dtype) for x, s in zip(inputs.operands, sums)]

@@ -176,6 +176,13 @@ class Joint:
         multiply(hidden, self.factor.t(), out)
         return out
 
+    def hidden_gradient(self, d_logits: Tensor, out: Tensor) -> Tensor:
+        """The gradient of hidden units, over them. On a CPU a product of 16-bit factors may be fifty times slower than theirs
+        in float32."""
+        if self.factor.dtype == out.dtype:
+            return torch.mm(d_logits, self.factor, out=out)
+        return out.copy_(d_logits.to(self.factor.dtype) @ self.factor)
+
 
 class Tiles:
     """Room for a tile, and the tiles of a list of nodes one after the other."""
