@@ -303,6 +303,16 @@ def test_narrow_rows_that_are_not_narrow_compute_all_rows(kernel, device):
     assert (outcome.stats.gap == 0).all()
 
 
+def test_samples_of_too_many_nodes_compute_all_rows(kernel, device):
+    problem = make_lattice("peaked", T=20, U=6, device=device)
+    with band_constants(kernel, MOST_NODES=20 * 7):
+        assert_is_a_band(fused(kernel, problem))
+    with band_constants(kernel, MOST_NODES=20 * 7 - 1):
+        outcome = fused(kernel, problem)
+    assert outcome.stats.forward_rows == outcome.stats.valid_rows
+    assert (outcome.stats.gap == 0).all()
+
+
 # Logits of 16-bit operands
 
 

@@ -19,6 +19,7 @@ _FREQUENT, _GROUPS = 128, 8
 _FIRST_SHARE = 0.1  # of the tolerance, for what the first band leaves out by the bounds alone: then it mostly suffices
 _MOST = 0.6  # share of the rows from which on all are computed
 NODES_AT_ONCE = 1 << 21  # of samples that are looked at together, at least one sample: 0.3 GB
+MOST_NODES = 1 << 24  # of one sample, whose search needs 110 bytes a node beside the 52 that forward keeps
 LEAST_OPERATIONS = 4e11  # of all rows: on a GPU less is done before a band is found (launches and waits of about 1 ms)
 BLOCK = 1024  # rows of one sample in a product of narrow rows
 _LABELS = ("targets", "logit_lengths", "target_lengths")
@@ -50,6 +51,8 @@ def columns_of_bounds(joint: Joint, p: Problem, max_U1: int) -> tuple[int, int, 
 def pays(joint: Joint, p: Problem, rows: int, max_U1: int) -> bool:
     """Whether narrow rows are so much cheaper than full ones that it is worth to look for a band among so many."""
     if p.tolerance == 0 or rows == 0 or 2 * columns_of_bounds(joint, p, max_U1)[2] > joint.padded:
+        return False
+    if joint.encoder.shape[1] * max_U1 > MOST_NODES:
         return False
     return joint.encoder.device.type == "cpu" or 2 * rows * joint.padded * joint.H >= LEAST_OPERATIONS
 
