@@ -17,7 +17,6 @@ void Cpu::log_probs(const Tensor&, const LogProbsTask<S>& task) {
   torch::stable::parallel_for(0, task.list.n, kGrain, [&](int64_t begin, int64_t end) {
     const auto& [batch, list, logits, out, emission] = task;
     const int R = record_size(batch.D);
-    const Acc sigma = static_cast<Acc>(emission.sigma);
     std::vector<Acc> buffer;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t node = list.at(batch, row);
@@ -27,18 +26,8 @@ void Cpu::log_probs(const Tensor&, const LogProbsTask<S>& task) {
       std::fill(record, record + R, Acc(0));
       if (!extent.has(at.t, at.u)) continue;  // padding is not read
 
-      const Acc* x = widened(logits.tokens.row(row, at), batch.V, buffer);
-      const Row<Acc> tokens(x, batch.V);
-      const int y = at.u < extent.U ? batch.label(at.b, at.u) : -1;
-      const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - at.t));  // eq. 10
-      out.row_max[node] = tokens.max;
-      record[kRowSum] = tokens.sum;
-      record[kBlankLp] = x[emission.blank] - tokens.max - tokens.log_sum - sigma;                 // eq. 1
-      record[kLabelLp] = y < 0 ? -INFINITY : x[y] - tokens.max - tokens.log_sum - sigma + delay;  // eq. 2
-      if (batch.D == 0) continue;
-      const Acc* z = widened(logits.durations.row(row, at), batch.D, buffer);
-      const Row<Acc> durations(z, batch.D);
-      for (int i = 0; i < batch.D; ++i) record[kDurLp + i] = z[i] - durations.max - durations.log_sum;  // eq. 3
+      write_token_fields(batch, node, at, extent, widened(logits.tokens.row(row, at), batch.V, buffer), out, emission);
+      write_duration_fields(record, widened(logits.durations.row(row, at), batch.D, buffer), batch.D);
     }
   });
 }

@@ -142,6 +142,29 @@ struct Row {
   }
 };
 
+// eq. 1 and 2 of a valid node from its token logits, into its record and row_max.
+template <typename Acc>
+void write_token_fields(const Batch& batch, int64_t node, const Node& at, const Extent& extent, const Acc* x,
+                        const NodeRecords<Acc>& out, const Emission& emission) {
+  const Row<Acc> tokens(x, batch.V);
+  const int y = at.u < extent.U ? batch.label(at.b, at.u) : -1;
+  const Acc sigma = static_cast<Acc>(emission.sigma);
+  const Acc delay = static_cast<Acc>(emission.delay_penalty * (0.5 * (extent.T - 1) - at.t));  // eq. 10
+  Acc* record = out.node_lp + node * record_size(batch.D);
+  out.row_max[node] = tokens.max;
+  record[kRowSum] = tokens.sum;
+  record[kBlankLp] = x[emission.blank] - tokens.max - tokens.log_sum - sigma;                 // eq. 1
+  record[kLabelLp] = y < 0 ? -INFINITY : x[y] - tokens.max - tokens.log_sum - sigma + delay;  // eq. 2
+}
+
+// eq. 3 from the logits of D durations.
+template <typename Acc>
+void write_duration_fields(Acc* record, const Acc* z, int D) {
+  if (D == 0) return;
+  const Row<Acc> durations(z, D);
+  for (int i = 0; i < D; ++i) record[kDurLp + i] = z[i] - durations.max - durations.log_sum;
+}
+
 // 16-bit rows to float32 and back: to nearest, ties to even.
 template <typename S>
 TDT_SIMD void widen_row(const S* x, float* out, int n) {

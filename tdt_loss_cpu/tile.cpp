@@ -23,7 +23,6 @@ template <typename Acc>
 void Cpu::tile_log_probs(const Tensor&, const TileLogProbs<Acc>& p) {
   const Batch& batch = p.tile.batch;
   const int R = record_size(batch.D);
-  const Acc sigma = static_cast<Acc>(p.emission.sigma);
   torch::stable::parallel_for(0, p.tile.list.n, kGrain, [&](int64_t begin, int64_t end) {
     std::vector<Acc> x(batch.V + batch.D);
     for (int64_t row = begin; row < end; ++row) {
@@ -35,17 +34,8 @@ void Cpu::tile_log_probs(const Tensor&, const TileLogProbs<Acc>& p) {
       if (!extent.has(at.t, at.u)) continue;
 
       add_bias(p.tile, row, x.data());
-      const Row<Acc> tokens(x.data(), batch.V);
-      const int y = at.u < extent.U ? batch.label(at.b, at.u) : -1;
-      const Acc delay = static_cast<Acc>(p.emission.delay_penalty * (0.5 * (extent.T - 1) - at.t));
-      p.out.row_max[node] = tokens.max;
-      record[kRowSum] = tokens.sum;
-      record[kBlankLp] = x[p.emission.blank] - tokens.max - tokens.log_sum - sigma;               // eq. 1
-      record[kLabelLp] = y < 0 ? -INFINITY : x[y] - tokens.max - tokens.log_sum - sigma + delay;  // eq. 2
-      if (batch.D == 0) continue;
-      const Acc* z = x.data() + batch.V;
-      const Row<Acc> durations(z, batch.D);
-      for (int i = 0; i < batch.D; ++i) record[kDurLp + i] = z[i] - durations.max - durations.log_sum;  // eq. 3
+      write_token_fields(batch, node, at, extent, x.data(), p.out, p.emission);
+      write_duration_fields(record, x.data() + batch.V, batch.D);
     }
   });
 }

@@ -128,11 +128,11 @@ def find_band(joint: Joint, bounds: Bounds, rows: ValidRows, inputs: Inputs, p: 
 
     ll, alpha_beta = _lattice(upper, inputs.labels, p)
     mass = _mass(upper, alpha_beta, ll, inputs, p)
-    nodes, dropped = _select(known, mass, ll, inputs, p, p.tolerance * _FIRST_SHARE)
+    nodes, _ = _select(known, mass, ll, inputs, p, p.tolerance * _FIRST_SHARE)
     computed = len(nodes)
-    lower.fill_(-torch.inf)
     if computed > _MOST * rows.valid:
         return all_rows(joint, rows.unblocked(inputs), inputs, p, out)
+    lower.fill_(-torch.inf)
     records = Records(lower, out.row_max)
     add_records(joint, nodes, inputs, p, records)
     torch.where(known.view(torch.bool)[..., None], lower, upper, out=upper)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ._ops import ops
 from .band import BLOCK, NODES_AT_ONCE, Found, Records, all_rows, find_band, make_bounds, pays
-from .fakes import accumulate_dtype, allocate_lattice, call, fake_node_occupancy, record_size
+from .fakes import allocate_lattice, call, fake_node_occupancy, record_size
 from .tiles import SUMMED_ROWS, Inputs, Joint, Problem, Tiles, ValidRows, extents_of, multiply
 
 
@@ -114,12 +114,11 @@ def fused_backward(
         live = _LiveRows(inputs, p, saved, dropped)
         joint = Joint(inputs, p)
         tiles = Tiles(joint, len(live.nodes), gradient=True)
-        wide = accumulate_dtype(p.dtype)
         d_encoder, d_decoder, d_weight, d_bias = sums = [
-            torch.zeros_like(x, dtype=wide) if want else None
+            torch.zeros_like(x, dtype=joint.wide) if want else None
             for x, want in zip((joint.encoder, joint.decoder, joint.weight, joint.bias), wanted)
         ]
-        d_logits_room = tiles.logits if p.dtype == wide else torch.empty_like(tiles.logits, dtype=p.dtype)
+        d_logits_room = tiles.logits if p.dtype == joint.wide else torch.empty_like(tiles.logits, dtype=p.dtype)
         shaping = (p.blank, p.vocab, p.durations, p.omega, p.fastemit_lambda, p.clamp)
         for first, nodes, hidden, logits in tiles.of(live.nodes):
             d_logits = d_logits_room[: len(nodes)]
